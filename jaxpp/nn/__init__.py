@@ -1,0 +1,14 @@
+"""The maths that models share. Names dims, never mesh axes."""
+
+from jaxpp.nn.attention import Attention, AttentionConfig, Context
+from jaxpp.nn.embedding import Embedding
+from jaxpp.nn.linear import Linear
+from jaxpp.nn.loss import cross_entropy
+from jaxpp.nn.mlp import Mlp
+from jaxpp.nn.norm import Norm
+from jaxpp.nn.stack import run_blocks, stack_blocks
+
+__all__ = [
+    "Attention", "AttentionConfig", "Context", "Embedding", "Linear", "Mlp", "Norm", "cross_entropy", "run_blocks",
+    "stack_blocks",
+]  # fmt: skip

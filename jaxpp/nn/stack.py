@@ -1,0 +1,98 @@
+"""Stacked blocks: one module whose weights carry a leading dim ``layers``, scanned or unrolled, with remat by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+from flax import nnx
+
+from jaxpp import dims, tree
+from jaxpp.parallel import current, residual
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+KEPT = "block"  # blocks give this `checkpoint_name` to what remat "block" keeps: the outputs of attention and mlp
+
+REMAT: dict[str, Callable[..., Any] | None] = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "block": jax.checkpoint_policies.save_only_these_names(KEPT),
+}
+
+
+def remat_policy(name: str) -> Callable[..., Any] | None:
+    """Look a remat policy up by name.
+
+    Raises:
+        ValueError: an unknown name; the nearest is named.
+    """
+    if name not in REMAT:
+        near = difflib.get_close_matches(name, REMAT, n=1)
+        hint = f'did you mean "{near[0]}"? ' if near else ""
+        raise ValueError(f'plan.remat: unknown policy "{name}"; {hint}known: {" ".join(REMAT)}')
+    return REMAT[name]
+
+
+def _map_arrows(state: Any, change: Callable[[dims.Arrow], dims.Arrow]) -> Any:
+    def one(node: nnx.Variable) -> nnx.Variable:
+        text = node.get_metadata()["dims"]
+        return node.copy(dims=str(change(dims.parse(text, tuple(dims.parse_words(text))))))
+
+    return jax.tree.map(one, state, is_leaf=tree.is_variable)
+
+
+def stack_blocks(make: Callable[[jax.Array], nnx.Module], key: jax.Array, num_layers: int) -> nnx.Module:
+    """Build blocks as one module with stacked weights.
+
+    Args:
+        make: builds one block from a PRNG key.
+        key: PRNG key, split once per layer.
+        num_layers: number of blocks.
+
+    Returns:
+        A module like ``make(key)`` whose Params are ``[layers, ...]`` with arrows ``"layers | ..."``.
+    """
+    graph = nnx.graphdef(nnx.eval_shape(lambda: make(jax.random.key(0))))
+    stacked = jax.vmap(lambda k: nnx.state(make(k)))(jax.random.split(key, num_layers))
+    return nnx.merge(graph, _map_arrows(stacked, lambda arrow: arrow.stack("layers")))
+
+
+def run_blocks(blocks: nnx.Module, x: Float[Array, "batch seq embed"], *shared: Any) -> Float[Array, "batch seq embed"]:
+    """Run stacked blocks one after another: ``x = block(x, *shared)`` for each layer.
+
+    Scanned, the block is compiled once and its weights are sliced by the loop; unrolled, XLA sees every layer. The plan
+    in force names which, and what the backward pass recomputes.
+
+    Args:
+        blocks: as `stack_blocks` builds it.
+        x: the residual stream.
+        shared: what every layer gets besides (positions, segments).
+    """
+    graph, state = nnx.split(blocks)
+    execution = current()
+
+    def body(x: jax.Array, one: Any) -> tuple[jax.Array, None]:
+        block = nnx.merge(graph, _map_arrows(one, dims.Arrow.unstack))
+        return residual(block(x, *shared)), None  # type: ignore[operator]
+
+    policy = remat_policy(execution.remat)
+    if policy is not None:
+        body = jax.checkpoint(body, policy=policy, prevent_cse=execution.layers == "unroll")
+    if execution.layers == "scan":
+        return jax.lax.scan(body, x, state)[0]
+    for one in _unstack(state):
+        x, _ = body(x, one)
+    return x
+
+
+def _unstack(state: Any) -> list[Any]:
+    """Cut a stacked state into one state per layer, by one split per weight (whose transpose is one concatenation)."""
+    leaves, structure = jax.tree.flatten(state)
+    num_layers = leaves[0].shape[0]
+    columns = [[piece[0] for piece in jax.lax.split(leaf, [1] * num_layers)] for leaf in leaves]
+    return [jax.tree.unflatten(structure, row) for row in zip(*columns, strict=True)]

@@ -1,0 +1,85 @@
+"""What holds while a model is traced: the layout, the remat policy, how layers are run.
+
+Models ask for it by dim words alone (`constrain`, `residual`, and `jaxpp.parallel.product` for weights); outside of a plan
+these change nothing. It is read at trace time only, so nothing of it exists when the step runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+
+from jaxpp.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How to trace a model.
+
+    Args:
+        layout: where arrays live; None for a single device.
+        remat: name of a recomputation policy (`jaxpp.nn.stack.REMAT`).
+        layers: ``"scan"`` one compiled block over the stack, or ``"unroll"`` each block.
+        attention: name of an attention kernel (`jaxpp.nn.attention.KERNELS`), or ``"auto"``.
+    """
+
+    layout: Layout | None = None
+    remat: str = "none"
+    layers: str = "scan"
+    attention: str = "auto"
+
+
+_CURRENT: contextvars.ContextVar[Execution] = contextvars.ContextVar("execution", default=Execution())
+
+
+def current() -> Execution:
+    """Return the execution that holds now."""
+    return _CURRENT.get()
+
+
+@contextlib.contextmanager
+def executing(execution: Execution) -> Iterator[None]:
+    """Make `execution` hold inside a ``with`` block."""
+    token = _CURRENT.set(execution)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def active_layout() -> Layout | None:
+    """Return the layout that holds now, None where one device makes it idle."""
+    layout = current().layout
+    return layout if layout is not None and layout.mesh.size > 1 else None
+
+
+def constrain(x: jax.Array, dims: str) -> jax.Array:
+    """Lay out an activation inside a block, e.g. ``constrain(q, "batch seq heads head_dim")``.
+
+    Raises:
+        ValueError: a size that does not divide (JAX itself would replicate it in silence).
+    """
+    layout = active_layout()
+    if layout is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, layout.sharding(dims.split(), x.shape, "inside", f"activation {dims}"))
+
+
+def residual(x: jax.Array) -> jax.Array:
+    """Lay out the residual stream ``[batch, seq, embed]``, between blocks."""
+    layout = active_layout()
+    if layout is None:
+        return x
+    dims = ("batch", "seq", "embed")
+    return jax.lax.with_sharding_constraint(x, layout.sharding(dims, x.shape, "residual", "residual stream"))
+
+
+def batch_shards(batch_size: int) -> int:
+    """Return over how many shards a batch of this size is split inside a block; 1 if it does not divide."""
+    layout = active_layout()
+    parts = layout.num_shards("batch", "inside") if layout is not None else 1
+    return parts if batch_size % parts == 0 else 1

@@ -1,0 +1,57 @@
+"""What a run is, as plain config: one YAML file, one frozen dataclass per section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxpp.data.config import DataConfig
+from jaxpp.model import ModelConfig
+from jaxpp.parallel import Plan
+from jaxpp.train.optimizer import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, and where to start from."""
+
+    every: int = 100  # steps between checkpoints; the last step is always saved
+    keep: int = 3  # newest checkpoints kept
+    save: Literal["async", "sync"] = "async"  # write in the background, or wait
+    step: int = -1  # step to resume from; -1: the newest, or the start where there is none
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"checkpoint.{name} = {getattr(self, name)}: 1 or more are needed")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long to train and what to report."""
+
+    num_steps: int = 1000  # optimizer updates in all, earlier parts of a resumed run included
+    seed: int = 0  # of the weights (data has its own)
+    log_every: int = 1  # steps between lines
+    evaluate_every: int = 200  # steps between evaluations on held-out documents; 0: only at the end
+    evaluate_batches: int = 20  # batches per evaluation; 0: all held-out documents
+    profile_steps: int = 0  # steps to trace into <directory>/profile, from the third on; 0: none
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_steps", 1), ("log_every", 1), ("evaluate_every", 0), ("evaluate_batches", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"train.{name} = {getattr(self, name)}: {least} or more are needed")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run."""
+
+    model: ModelConfig  # family, preset and overrides
+    directory: str = "runs/default"  # all that the run writes; it resumes by itself from here
+    cpu_devices: int = 0  # CPU devices to make up where there is no accelerator; 0: leave as it is
+    plan: Plan = field(default_factory=Plan)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -1,0 +1,152 @@
+"""Optimizers and learning-rate schedules by name, through optax; which weights decay and which are matrices is read off
+the arrows.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+from jaxpp import dims, tree
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Which optimizer, at what learning rate when."""
+
+    name: str = "adamw"  # adamw, muon, adafactor, sgd
+    learning_rate: float = 1e-3  # peak
+    schedule: str = "cosine"  # cosine (warmup-cosine), wsd (warmup-stable-decay), constant
+    warmup_steps: int = 20  # linear from 0
+    schedule_steps: int = 1000  # length of the whole schedule, whatever train.num_steps is
+    decay_steps: int = 0  # wsd: steps of the final decay; 0: a fifth of schedule_steps
+    final_fraction: float = 0.1  # last learning rate, as a fraction of the peak
+    weight_decay: float = 0.1  # on weights that read a dim; none on scales and biases
+    b1: float = 0.9  # adamw, muon: decay of the first moment; sgd: momentum
+    b2: float = 0.95  # adamw: decay of the second moment
+    epsilon: float = 1e-8
+    clip_norm: float = 1.0  # global gradient norm; 0: no clipping
+
+    def __post_init__(self) -> None:
+        _known("optimizer.name", self.name, OPTIMIZERS)
+        _known("optimizer.schedule", self.schedule, SCHEDULES)
+        if self.schedule_steps < 1 or not 0 <= self.warmup_steps <= self.schedule_steps:
+            raise ValueError(
+                f"optimizer.warmup_steps {self.warmup_steps} must lie between 0 and schedule_steps {self.schedule_steps}"
+            )
+
+
+def _known(key: str, name: str, table: Mapping[str, Any]) -> None:
+    if name not in table:
+        near = difflib.get_close_matches(name, table, n=1)
+        hint = f'did you mean "{near[0]}"? ' if near else ""
+        raise ValueError(f'{key}: unknown "{name}"; {hint}known: {" ".join(table)}')
+
+
+def _cosine(config: OptimizerConfig) -> optax.Schedule:
+    end = config.learning_rate * config.final_fraction
+    length = max(config.schedule_steps, config.warmup_steps + 1)
+    return optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, config.warmup_steps, length, end)
+
+
+def _wsd(config: OptimizerConfig) -> optax.Schedule:
+    decay = config.decay_steps or max(1, config.schedule_steps // 5)
+    stable = max(config.warmup_steps, config.schedule_steps - decay)
+    pieces = [
+        optax.linear_schedule(0.0, config.learning_rate, max(1, config.warmup_steps)),
+        optax.constant_schedule(config.learning_rate),
+        optax.linear_schedule(config.learning_rate, config.learning_rate * config.final_fraction, decay),
+    ]
+    return optax.join_schedules(pieces, [config.warmup_steps, stable])
+
+
+def _constant(config: OptimizerConfig) -> optax.Schedule:
+    warm = optax.linear_schedule(0.0, config.learning_rate, max(1, config.warmup_steps))
+    return optax.join_schedules([warm, optax.constant_schedule(config.learning_rate)], [config.warmup_steps])
+
+
+SCHEDULES: dict[str, Callable[[OptimizerConfig], optax.Schedule]] = {
+    "cosine": _cosine, "wsd": _wsd, "constant": _constant,
+}  # fmt: skip
+
+
+def make_schedule(config: OptimizerConfig) -> optax.Schedule:
+    """Return the learning rate as a function of the number of updates done."""
+    return SCHEDULES[config.schedule](config)
+
+
+def decays(state: Any) -> Any:
+    """Return a tree like `state` with True for each weight that reads a dim: matrices and tables, not scales or biases."""
+
+    def one(path: str, node: Any) -> bool:
+        text = node.get_metadata()["dims"]
+        return bool(dims.parse(text, tuple(dims.parse_words(text))).reads)
+
+    return tree.map_named(one, state)
+
+
+def matrices(state: Any) -> Any:
+    """Return a tree like `state` with Muon's view of each weight: reads x writes is the matrix.
+
+    None for scales, biases and lookup tables, and for whatever writes ``vocab`` (the head): those take AdamW.
+
+    Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024.
+    """
+
+    def one(path: str, node: Any) -> Any:
+        text = node.get_metadata()["dims"]
+        arrow = dims.parse(text, tuple(dims.parse_words(text)))
+        if not arrow.reads or not arrow.writes or arrow.is_lookup() or "vocab" in arrow.writes:
+            return None
+        first, count = len(arrow.stacked), len(arrow.reads)
+        axes = tuple(range(first, first + count)), tuple(range(first + count, len(arrow.dims)))
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=axes[0], output_axis=axes[1])
+
+    return tree.map_named(one, state)
+
+
+def _adamw(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.adamw(rate, config.b1, config.b2, config.epsilon, weight_decay=config.weight_decay, mask=decays)
+
+
+def _muon(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.contrib.muon(
+        rate, beta=0.95, eps=config.epsilon, weight_decay=config.weight_decay, weight_decay_mask=decays,
+        adam_b1=config.b1, adam_b2=config.b2, adam_weight_decay=config.weight_decay,
+        muon_weight_dimension_numbers=matrices, consistent_rms=0.2,
+    )  # fmt: skip
+
+
+def _adafactor(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.scale_by_factored_rms(),
+        optax.clip_by_block_rms(1.0),
+        optax.add_decayed_weights(config.weight_decay, mask=decays),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+def _sgd(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
+    decay = optax.add_decayed_weights(config.weight_decay, mask=decays)
+    return optax.chain(decay, optax.sgd(rate, momentum=config.b1 or None))
+
+
+OPTIMIZERS: dict[str, Callable[[OptimizerConfig, optax.Schedule], optax.GradientTransformation]] = {
+    "adamw": _adamw, "muon": _muon, "adafactor": _adafactor, "sgd": _sgd,
+}  # fmt: skip
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Build the optimizer: clip by global norm, then the named rule at the scheduled rate."""
+    rule = OPTIMIZERS[config.name](config, make_schedule(config))
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule) if config.clip_norm else rule
+
+
+def global_norm(grads: Any) -> jax.Array:
+    """Return the square root of the sum of squares over all leaves, in fp32."""
+    return optax.global_norm(jax.tree.map(lambda g: g.astype("float32"), grads))

@@ -1,0 +1,310 @@
+"""From a model, an optimizer and a plan to a sharded state and one jitted step.
+
+Works for any ``nnx.Module`` whose Params carry arrows. Knows nothing of data, files or configs of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxpp.model import Trainable
+from jaxpp.parallel import Layout, Plan, executing
+from jaxpp.train.optimizer import global_norm
+
+Loss = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
+"""``loss(model, batch)`` to (sum of losses, sum of weights), both fp32 scalars."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that training carries from step to step.
+
+    Args:
+        step: int32 scalar, the number of updates done.
+        params: the weights, ``nnx.State`` of Params.
+        other: the model's other variables (counters, batch statistics, random streams).
+        optimizer: optax state.
+    """
+
+    step: jax.Array
+    params: Any
+    other: Any
+    optimizer: Any
+
+
+def model_loss(model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    """Return ``model.loss(batch)``, the default loss."""
+    return model.loss(batch)
+
+
+def _abstract(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled-once training program.
+
+    Args:
+        build: draws the model from ``nnx.Rngs``.
+        optimizer: an optax transformation.
+        plan: how it runs.
+        layout: the plan's layout on the devices.
+        loss: summed loss of a batch.
+    """
+
+    build: Callable[[nnx.Rngs], nnx.Module]
+    optimizer: optax.GradientTransformation
+    plan: Plan
+    layout: Layout
+    loss: Loss = model_loss
+
+    @cached_property
+    def _model(self) -> tuple[Any, Any, Any]:
+        """Graph, abstract params and abstract other variables."""
+        return nnx.split(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))), nnx.Param, ...)
+
+    @property
+    def params(self) -> Any:
+        """The abstract weights."""
+        return self._model[1]
+
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        """The state as ``jax.ShapeDtypeStruct`` with the sharding of each leaf.
+
+        Raises:
+            ValueError: an arrow is missing or wrong, or the layout cannot hold a weight.
+        """
+        _, params, other = self._model
+        self.layout.check(params)
+        optimizer = jax.eval_shape(self.optimizer.init, params)
+        one = self.layout.replicated()
+        return TrainState(
+            jax.ShapeDtypeStruct((), jnp.int32, sharding=one),
+            _abstract(params, self.layout.param_shardings(params)),
+            _abstract(other, jax.tree.map(lambda _: one, other)),
+            _abstract(optimizer, self.layout.moment_shardings(optimizer)),
+        )
+
+    @property
+    def shardings(self) -> TrainState:
+        """The sharding of each leaf of the state."""
+        return jax.tree.map(lambda x: x.sharding, self.abstract_state)
+
+    def init(self, seed: int = 0) -> TrainState:
+        """Draw the state, each weight born on its shards; the values do not depend on the mesh."""
+
+        def draw() -> TrainState:
+            _, params, other = nnx.split(self.build(nnx.Rngs(seed)), nnx.Param, ...)
+            return TrainState(jnp.zeros((), jnp.int32), params, other, self.optimizer.init(params))
+
+        return jax.jit(draw, out_shardings=self.shardings)()
+
+    def adopt(self, model: nnx.Module) -> TrainState:
+        """Lay the weights of an existing model out; its own arrays stay valid."""
+        _, params, other = nnx.split(model, nnx.Param, ...)
+        state = TrainState(jnp.zeros((), jnp.int32), params, other, None)
+        goal = self.shardings
+        placed = jax.jit(lambda s: jax.tree.map(jnp.copy, s), out_shardings=_without_optimizer(goal))(state)
+        moments = jax.jit(self.optimizer.init, out_shardings=goal.optimizer)(placed.params)
+        return TrainState(placed.step, placed.params, placed.other, moments)
+
+    def in_compute_dtype(self, params: Any) -> Any:
+        """Cast floating weights to the dtype to compute in."""
+        dtype = self.plan.dtype()
+        return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
+
+    def summed_loss(self, params: Any, other: Any, batch: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        """Return the loss sum, and beside it the weight sum and the model's other variables after the pass."""
+        model = nnx.merge(self._model[0], self.in_compute_dtype(params), other)
+        total, weight = self.loss(model, batch)
+        return total.astype(jnp.float32), (weight.astype(jnp.float32), nnx.split(model, nnx.Param, ...)[2])
+
+    def gradients(self, state: TrainState, batch: Any) -> tuple[Any, jax.Array, jax.Array, Any]:
+        """Return gradients of the mean loss, the loss sum, the weight sum, and the other variables after the pass.
+
+        The batch is run in ``plan.microbatches`` parts; sums, not means, are added up, so that the result is that of one
+        batch however the weights of the loss are spread.
+        """
+        grad = jax.value_and_grad(self.summed_loss, has_aux=True)
+        places = self.layout.param_shardings(self.params, "moments")
+        if self.plan.microbatches == 1:
+            (total, (weight, other)), grads = grad(state.params, state.other, batch)
+        else:
+            grads, total, weight, other = self._accumulate(grad, state, batch, places)
+        scale = 1.0 / jnp.maximum(weight, 1e-8)
+        grads = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads, state.params)
+        return jax.lax.with_sharding_constraint(grads, places), total, weight, other
+
+    def _accumulate(self, grad: Callable[..., Any], state: TrainState, batch: Any, places: Any) -> Any:
+        parts = jax.tree.map(lambda x: self._microbatches(x), batch)
+
+        def add(carry: Any, part: Any) -> tuple[Any, None]:
+            sums, total, weight, other = carry
+            (t, (w, other)), grads = grad(state.params, other, part)
+            sums = jax.tree.map(lambda s, g: s + g.astype(jnp.float32), sums, grads)
+            return (jax.lax.with_sharding_constraint(sums, places), total + t, weight + w, other), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
+        zeros = jax.lax.with_sharding_constraint(zeros, places)
+        start = (zeros, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), state.other)
+        return jax.lax.scan(add, start, parts)[0]
+
+    def _microbatches(self, x: jax.Array) -> jax.Array:
+        """Deal ``[batch, ...]`` out as ``[microbatches, batch / microbatches, ...]`` so that no row changes its device."""
+        count = self.plan.microbatches
+        dealt = jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
+        dims = ("", "batch", *["" for _ in range(x.ndim - 1)])
+        return jax.lax.with_sharding_constraint(
+            dealt, jax.sharding.NamedSharding(self.layout.mesh, self.layout.spec(dims, "residual"))
+        )
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        with executing(self.plan.execution(self.layout)):
+            grads, total, weight, other = self.gradients(state, batch)
+        updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {"loss": total / jnp.maximum(weight, 1e-8), "grad_norm": global_norm(grads), "weight": weight}
+        return TrainState(state.step + 1, params, other, optimizer), metrics
+
+    @cached_property
+    def step(self) -> Any:
+        """The jitted step ``(state, batch) -> (state, metrics)``; the state is donated.
+
+        Metrics: ``loss`` (mean, nats), ``grad_norm`` (before clipping), ``weight`` (sum of the loss weights).
+        """
+        return jax.jit(self._step, donate_argnums=0, out_shardings=(self.shardings, self.layout.replicated()))
+
+    @cached_property
+    def loss_and_gradients(self) -> Any:
+        """The jitted ``(state, batch) -> (mean loss, gradients)``, without an update."""
+
+        def compute(state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
+            with executing(self.plan.execution(self.layout)):
+                grads, total, weight, _ = self.gradients(state, batch)
+            return total / weight, grads
+
+        return jax.jit(compute)
+
+    @cached_property
+    def evaluate(self) -> Any:
+        """The jitted ``(state, batch) -> (loss sum, weight sum)``."""
+
+        def compute(params: Any, other: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+            with executing(self.plan.execution(self.layout)):
+                total, (weight, _) = self.summed_loss(params, other, batch)
+            return total, weight
+
+        jitted = jax.jit(compute, out_shardings=self.layout.replicated())
+        return lambda state, batch: jitted(state.params, state.other, batch)
+
+    def rows(self, batch_size: int) -> list[int]:
+        """List the rows of a global batch that this process's devices need."""
+        sharding = self.layout.batch_sharding(1)
+        slices = sharding.addressable_devices_indices_map((batch_size,)).values()
+        return sorted({row for (one,) in slices for row in range(*one.indices(batch_size))})
+
+    def place(self, batch: Any, rows: Sequence[int] | None = None, batch_size: int | None = None) -> Any:
+        """Put a host batch on the devices.
+
+        Args:
+            batch: tree of NumPy arrays ``[rows, ...]``; the whole global batch where `rows` is None.
+            rows: which rows of the global batch these are.
+            batch_size: rows of the global batch.
+        """
+
+        def one(x: Any) -> jax.Array:
+            if isinstance(x, jax.Array) and rows is None:
+                return jax.device_put(x, self.layout.batch_sharding(x.ndim))
+            held = list(rows) if rows is not None else list(range(x.shape[0]))
+            index = {row: i for i, row in enumerate(held)}
+            shape = (batch_size or len(held), *x.shape[1:])
+
+            def cut(where: tuple[slice, ...]) -> np.ndarray:
+                wanted = [index[row] for row in range(*where[0].indices(shape[0]))]
+                return np.asarray(x)[wanted][(slice(None), *where[1:])]
+
+            return jax.make_array_from_callback(shape, self.layout.batch_sharding(x.ndim), cut)
+
+        return jax.tree.map(one, batch)
+
+
+def _without_optimizer(state: TrainState) -> TrainState:
+    return TrainState(state.step, state.params, state.other, None)
+
+
+def make_program(
+    model: Any,
+    optimizer: optax.GradientTransformation,
+    plan: Plan | str,
+    loss: Loss | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Program:
+    """Build a `Program`; see `make_train_step` for the arguments."""
+    plan = Plan(mesh=plan) if isinstance(plan, str) else plan
+    if isinstance(model, nnx.Module):
+        build: Callable[[nnx.Rngs], Any] = lambda rngs: model  # noqa: E731
+    else:
+        build = model.build if hasattr(model, "build") else model
+    program = Program(build, optimizer, plan, plan.layout(devices), loss or model_loss)
+    sample = model if isinstance(model, nnx.Module) else nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    if loss is None and not isinstance(sample, Trainable):
+        raise ValueError(
+            f"{type(sample).__name__} has no method loss(batch) -> (sum of losses, sum of weights); "
+            "add one or pass loss=your_function(model, batch)"
+        )
+    return program
+
+
+def make_train_step(
+    model: Any,
+    optimizer: optax.GradientTransformation,
+    plan: Plan | str,
+    *,
+    loss: Loss | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    seed: int = 0,
+) -> tuple[TrainState, Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]]:
+    """Make a sharded state and a jitted training step, for people with a loop of their own.
+
+    Args:
+        model: an ``nnx.Module`` (its weights are used), a model config, or a function of ``nnx.Rngs`` (weights are born
+            sharded). Every Param carries an arrow.
+        optimizer: any optax transformation.
+        plan: a `Plan`, or just its mesh, ``"data:2 fsdp:2 tensor:2"``.
+        loss: ``loss(model, batch)`` to (sum of losses, sum of weights); by default ``model.loss(batch)``.
+        devices: the devices to use; all of them if None.
+        seed: of the weights, where they are drawn here.
+
+    Returns:
+        ``state, step``; ``step(state, batch)`` gives the next state and metrics ``loss``, ``grad_norm``, ``weight``. The
+        state passed in is donated: do not use it again. The batch is a tree of arrays ``[batch, ...]``, host or device;
+        on several processes each passes the whole batch.
+
+    Raises:
+        ValueError: a weight without an arrow, a dim that does not divide over its axes, a mesh that does not fit.
+
+    Example:
+        >>> import optax
+        >>> from jaxpp.models import DecoderConfig
+        >>> config = DecoderConfig(vocab_size=64, num_layers=1, embed_dim=16, num_heads=2)
+        >>> state, step = make_train_step(config, optax.adam(1e-3), "data:-1")
+    """
+    program = make_program(model, optimizer, plan, loss, devices)
+    state = program.adopt(model) if isinstance(model, nnx.Module) else program.init(seed)
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        return program.step(state, program.place(batch))
+
+    return state, step

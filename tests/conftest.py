@@ -1,0 +1,22 @@
+"""Eight fake CPU devices for every test, set before anything imports jax.
+
+`JAXPP_TEST_PLATFORM=cuda` (or `tpu`) runs the tests marked for it on the real devices instead.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+NUM_DEVICES = 8
+
+if "jax" in sys.modules:
+    raise RuntimeError("jax was imported before tests/conftest.py could ask for fake devices")
+
+platform = os.environ.get("JAXPP_TEST_PLATFORM")
+os.environ["JAX_PLATFORMS"] = platform or "cpu"
+if platform is None:
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags = [flag for flag in flags if "xla_force_host_platform_device_count" not in flag]
+    flags.append(f"--xla_force_host_platform_device_count={NUM_DEVICES}")
+    os.environ["XLA_FLAGS"] = " ".join(flags)
