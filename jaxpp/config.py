@@ -112,10 +112,11 @@ def to_dict(obj: Any) -> dict[str, Any]:
 
 
 def dump(obj: Any) -> str:
-    """Write a dataclass as YAML in the order of its fields; `read` and `build` give it back."""
+    """Write a dataclass (or its `to_dict`) as YAML in the order of its fields; `read` and `build` give it back."""
     import yaml
 
-    return yaml.safe_dump(to_dict(obj), sort_keys=False, allow_unicode=True, width=100)
+    values = dict(obj) if isinstance(obj, Mapping) else to_dict(obj)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
 
 
 def keys(cls: type) -> list[str]:

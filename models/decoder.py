@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 class DecoderConfig:
     """Shape and options of a decoder."""
 
+    family: ClassVar[str] = "decoder"
     vocab_size: int = 4096
     num_layers: int = 4
     embed_dim: int = 256

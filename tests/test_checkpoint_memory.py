@@ -1,7 +1,8 @@
 """Host memory while saving and restoring, against the bytes that the process holds.
 
-On a CPU the "device" arrays lie in host memory too, so each ratio is (peak resident memory minus that before the arrays
-existed) / bytes of the arrays: 1.0 is the arrays alone. Each measure runs in a fresh process with eight fake devices.
+On a CPU the "device" arrays lie in host memory too, so each ratio is (peak resident memory minus
+that before the arrays existed) / bytes of the arrays: 1.0 is the arrays alone. Each measure runs in
+a fresh process with eight fake devices, and restores onto another layout than was saved.
 """
 
 from __future__ import annotations
@@ -11,23 +12,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 MEASURE = """
-import json, sys, threading, time
+import json, resource, sys, threading, time
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxpp.checkpoint import Checkpoints
 
-action, directory, megabytes, saves = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-PAGE = 4096
-NAMES = {f"layer{i}": (16, 256, megabytes) for i in range(64)}  # each 1/64 of the whole
+action, directory = sys.argv[1:3]
+megabytes, leaves, saves = map(int, sys.argv[3:])
+SHAPES = {f"layer{i}": (16, 256 * 64 // leaves, megabytes) for i in range(leaves)}
 
 
 def resident():
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * PAGE
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 class Peak:
@@ -58,8 +60,9 @@ def born(sharding, shape):
 
 
 store = Checkpoints(directory, keep=2)
-row, turned = NamedSharding(mesh(8), P("fsdp")), NamedSharding(mesh(4, 2), P(None, "tensor", "fsdp"))
-make = born(row, NAMES["layer0"])
+row = NamedSharding(mesh(8), P("fsdp"))
+turned = NamedSharding(mesh(4, 2), P(None, "tensor", "fsdp"))
+make = born(row, SHAPES["layer0"])
 update = jax.jit(lambda x: x + 1, donate_argnums=0, out_shardings=row)
 warm = {"x": update(make(jax.random.key(0)))}
 store.save(0, warm)
@@ -68,13 +71,13 @@ del warm
 before = resident()
 result = {}
 if action == "restore":
-    like = {k: jax.ShapeDtypeStruct(v, jnp.float32, sharding=turned) for k, v in NAMES.items()}
+    like = {k: jax.ShapeDtypeStruct(v, jnp.float32, sharding=turned) for k, v in SHAPES.items()}
     with Peak() as peak:
         state = store.restore(store.latest(), like)
         jax.block_until_ready(state)
     held = sum(x.nbytes for x in state.values())
 else:
-    state = {k: make(jax.random.key(i)) for i, k in enumerate(NAMES)}
+    state = {k: make(jax.random.key(i)) for i, k in enumerate(SHAPES)}
     jax.block_until_ready(state)
     held = sum(x.nbytes for x in state.values())
     result["arrays"] = (resident() - before) / held
@@ -99,14 +102,23 @@ print(json.dumps(result))
 """
 
 
-def measure(action: str, directory: Path, megabytes: int, saves: int = 1) -> dict:
+def measure(
+    action: str, directory: Path, *, megabytes: int, leaves: int, saves: int = 1
+) -> dict[str, Any]:
     environment = {
         **os.environ,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
     }
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, action, str(directory), str(megabytes), str(saves)],
+        [
+            sys.executable,
+            "-c",
+            MEASURE,
+            action,
+            str(directory),
+            *map(str, (megabytes, leaves, saves)),
+        ],
         env=environment,
         cwd=Path(__file__).parents[1],
         capture_output=True,
@@ -117,11 +129,30 @@ def measure(action: str, directory: Path, megabytes: int, saves: int = 1) -> dic
     return json.loads(done.stdout)
 
 
-if __name__ == "__main__":
-    import tempfile
+@pytest.mark.timeout(180)
+def test_one_save_and_one_restore(tmp_path: Path) -> None:
+    saved = measure("save", tmp_path, megabytes=160, leaves=64)
+    assert saved["peak"] < 1.35, saved
+    restored = measure("restore", tmp_path, megabytes=160, leaves=64)
+    assert 0.9 < restored["peak"] < 1.3, restored
 
-    d = tempfile.mkdtemp()
-    for action, saves in (("save", 3), ("train", 3), ("restore", 1)):
-        print(action, measure(action, Path(d) / "x", int(sys.argv[1]), saves) if action == "restore" else measure(action, Path(d) / action if action=="train" else Path(d)/"x", int(sys.argv[1]), saves))
-    import shutil
-    shutil.rmtree(d)
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("leaves", [4, 64])
+def test_thirty_saves_while_training(tmp_path: Path, leaves: int) -> None:
+    """Each step donates the state that is being saved, so two states are alive: old and new."""
+    trained = measure("train", tmp_path, megabytes=400, leaves=leaves, saves=30)
+    peaks = trained["peaks"]
+    assert max(peaks) < 2.2, trained
+    assert max(peaks[3:]) < 1.05 * max(peaks[:3]), trained
+    restored = measure("restore", tmp_path, megabytes=400, leaves=leaves)
+    assert 0.9 < restored["peak"] < 1.3, restored
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_thirty_saves_leave_nothing_behind(tmp_path: Path) -> None:
+    saved = measure("save", tmp_path, megabytes=400, leaves=64, saves=30)
+    assert max(saved["peaks"]) < 1.35, saved
+    assert max(saved["after"][3:]) < 1.05 * saved["after"][2], saved

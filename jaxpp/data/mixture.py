@@ -40,8 +40,8 @@ def mix_rows(
     ]
     if len(streams) == 1:
         return streams[0]
-    # grain counts a cycle in whole rows, 100 for the smallest weight, and truncates: 0.3 to 0.1
-    # would become 299 to 100. Rounded here, its own scaling finds nothing left to cut.
+    # grain counts a cycle in whole rows, 100 for the smallest weight, and cuts the rest: 0.29 to 1
+    # would become 100 to 344. Rounded here to 345, its own scaling finds nothing left to cut.
     shares = [round(100 * weight / min(weights)) for weight in weights]
     return grain.MapDataset.mix(streams, weights=shares)
 

@@ -70,14 +70,25 @@ def _cudnn(q_BTHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, context: Con
 KERNELS: dict[str, Callable[[jax.Array, jax.Array, jax.Array, Context], jax.Array]] = {"xla": _xla, "cudnn": _cudnn}
 
 
+def check_kernel(name: str) -> None:
+    """Refuse an unknown attention kernel, or one that this platform lacks.
+
+    Raises:
+        ValueError: as said, with the nearest name.
+    """
+    if name != "auto" and name not in KERNELS:
+        near = difflib.get_close_matches(name, KERNELS, n=1)
+        hint = f'did you mean "{near[0]}"? ' if near else ""
+        raise ValueError(f'plan.attention: unknown kernel "{name}"; {hint}known: auto {" ".join(KERNELS)}')
+    if name == "cudnn" and jax.default_backend() != "gpu":
+        raise ValueError(f'plan.attention = "cudnn" needs a GPU, and this is {jax.default_backend()}; "auto" picks xla')
+
+
 def _choose(name: str, dtype: jnp.dtype, head_dim: int) -> str:
     if name == "auto":
         fused = jax.default_backend() == "gpu" and dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0
         return "cudnn" if fused else "xla"
-    if name not in KERNELS:
-        near = difflib.get_close_matches(name, KERNELS, n=1)
-        hint = f'did you mean "{near[0]}"? ' if near else ""
-        raise ValueError(f'plan.attention: unknown kernel "{name}"; {hint}known: auto {" ".join(KERNELS)}')
+    check_kernel(name)
     return name
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from jaxpp import config
 from jaxpp.data.config import DataConfig
 from jaxpp.model import ModelConfig
 from jaxpp.parallel import Plan
@@ -49,9 +50,19 @@ class Run:
 
     model: ModelConfig  # family, preset and overrides
     directory: str = "runs/default"  # all that the run writes; it resumes by itself from here
-    cpu_devices: int = 0  # CPU devices to make up where there is no accelerator; 0: leave as it is
+    cpu_devices: int = 0  # run on this many made-up CPU devices; 0: on the machine's own devices
     plan: Plan = field(default_factory=Plan)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+def resolved(run: Run) -> dict[str, Any]:
+    """Return a run as plain values, from which `jaxpp.runs.build_run` makes an equal run.
+
+    A model config of a registered family names it in its class attribute ``family``; any other is named by its class.
+    """
+    cls, values = type(run.model), config.to_dict(run)
+    family = getattr(cls, "family", f"{cls.__module__}:{cls.__qualname__}")
+    return {**values, "model": {"family": family, **values["model"]}}

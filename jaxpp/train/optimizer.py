@@ -76,8 +76,9 @@ SCHEDULES: dict[str, Callable[[OptimizerConfig], optax.Schedule]] = {
 
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Return the learning rate as a function of the number of updates done."""
-    return SCHEDULES[config.schedule](config)
+    """Return the learning rate as a function of the number of updates done before; the first update is not at 0."""
+    schedule = SCHEDULES[config.schedule](config)
+    return lambda count: schedule(count + 1)
 
 
 def decays(state: Any) -> Any:

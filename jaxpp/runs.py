@@ -1,0 +1,110 @@
+"""From what a user names (a YAML file, a run's directory, a checkpoint) to a `Run`.
+
+The one place that knows both the families and the trainer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxpp import config as configs
+from jaxpp.model import ModelConfig
+from jaxpp.models import FAMILIES
+from jaxpp.train.config import Run
+
+
+def build_model(values: Mapping[str, Any]) -> ModelConfig:
+    """Build a model config from the section ``model`` of a run.
+
+    Args:
+        values: ``family`` (a name in ``jaxpp.models.FAMILIES`` or ``package.module:Config``), ``preset`` (a size of that
+            family), and any field of the config, which wins over the preset.
+
+    Raises:
+        ValueError: an unknown family, preset or field.
+    """
+    values = dict(values)
+    family, preset = values.pop("family", "decoder"), values.pop("preset", None)
+    cls, sizes = _outside(family) if ":" in str(family) else _inside(family)
+    if preset is not None:
+        if str(preset) not in sizes:
+            raise ValueError(f'model.preset: unknown "{preset}"{_near(str(preset), sizes)}; known: {" ".join(sizes)}')
+        values = {**sizes[str(preset)], **values}
+    return configs.build(cls, values, at="model")
+
+
+def _inside(family: str) -> tuple[type, Mapping[str, Mapping[str, Any]]]:
+    if family not in FAMILIES:
+        raise ValueError(f'model.family: unknown "{family}"{_near(family, FAMILIES)}; known: {" ".join(FAMILIES)}')
+    return FAMILIES[family]
+
+
+def _outside(name: str) -> tuple[type, Mapping[str, Mapping[str, Any]]]:
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute), {}
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f'model.family "{name}" cannot be imported ({error}); write package.module:Config') from None
+
+
+def _near(name: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f'; did you mean "{near[0]}"?' if near else ""
+
+
+def build_run(values: Mapping[str, Any]) -> Run:
+    """Build a run from its nested values.
+
+    Raises:
+        ValueError: an unknown key, a wrong type, a value out of range.
+    """
+    values = dict(values)
+    model = build_model(values.pop("model", None) or {})
+    return configs.build(Run, values, given={"model": model})
+
+
+def read_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
+    """Read a run from its YAML file and dotted overrides.
+
+    Raises:
+        ValueError: as `build_run`, or the file cannot be read.
+    """
+    return build_run(configs.read(path, overrides))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint on disk.
+
+    Args:
+        directory: that holds the steps.
+        step: which one.
+    """
+
+    directory: Path
+    step: int
+
+    def run(self, overrides: Sequence[str] = ()) -> Run:
+        """Return the run that wrote it, overrides laid over."""
+        return read_run(self.directory / str(self.step) / "config.yaml", overrides)
+
+
+def find_checkpoint(path: str | Path) -> Source:
+    """Find the checkpoint that a path means: a run's directory (its newest step), its ``checkpoints/`` or one step.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = Path(path)
+    if path.name.isdigit() and (path / "config.yaml").exists():
+        return Source(path.parent, int(path.name))
+    for directory in (path / "checkpoints", path):
+        steps = [int(p.name) for p in directory.glob("*") if p.name.isdigit() and (p / "config.yaml").exists()]
+        if steps:
+            return Source(directory, max(steps))
+    raise ValueError(f"{path} holds no checkpoint: name a run's directory, its checkpoints/ or one step in it")

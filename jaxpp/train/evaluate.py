@@ -1,0 +1,58 @@
+"""Evaluation on held-out documents: loss per token, and bits per byte, which does not depend on the tokenizer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpp.data import Data
+from jaxpp.train.program import Program, TrainState
+
+
+def evaluate(program: Program, state: TrainState, data: Data, batch_size: int, num_batches: int = 0) -> dict[str, Any]:
+    """Evaluate on held-out documents, each token with the context of its own document and row.
+
+    Args:
+        program: the training program.
+        state: its state; it is not changed.
+        data: corpora with held-out documents.
+        batch_size: rows per batch; the last batch is filled up with rows of weight 0.
+        num_batches: batches to use, always the same ones; 0: all.
+
+    Returns:
+        ``loss`` (nats per predicted token), ``bits_per_byte`` (bits per byte of predicted text), ``tokens``, ``bytes``.
+
+    Raises:
+        ValueError: nothing is held out.
+    """
+    if data.num_held_out_tokens == 0:
+        raise ValueError("there are no held-out documents to evaluate on; set data.held_out above 0")
+    rows = program.rows(batch_size)
+    count = _byte_counter(program, data)
+    sums = np.zeros(3)
+    for batch in itertools.islice(data.held_out_batches(batch_size, rows), num_batches or None):
+        placed = program.place(dict(batch), rows, batch_size)
+        total, weight = program.evaluate(state, placed)
+        sums += [float(total), float(weight), float(count(placed))]
+    total, weight, num_bytes = sums
+    return {
+        "loss": total / weight,
+        "bits_per_byte": total / math.log(2) / num_bytes,
+        "tokens": int(weight),
+        "bytes": int(num_bytes),
+    }
+
+
+def _byte_counter(program: Program, data: Data) -> Any:
+    """Return a function from a placed batch to the number of bytes that its targets stand for."""
+    table = np.asarray(data.tokenizer.token_bytes, np.int32)
+
+    def count(batch: Any) -> jax.Array:
+        return jnp.sum(jnp.where(batch["weights"] > 0, jnp.asarray(table)[batch["targets"]], 0))
+
+    return jax.jit(count, out_shardings=program.layout.replicated())
