@@ -13,10 +13,12 @@ mesh that saved it. Does not know what the arrays mean, when to save, or which s
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -75,10 +77,10 @@ class _StepHandler(ocp.AsyncCheckpointHandler):
         files.write_inventory(directory)
 
     def save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("saving goes through async_save")
 
     def restore(self, directory: epath.Path, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError("restoring goes through Checkpoints.restore")
 
 
 @ocp.args.register_with_handler(_StepHandler, for_save=True, for_restore=True)
@@ -88,23 +90,21 @@ class _StepSave(ocp.args.CheckpointArgs):
     texts: Mapping[str, str]
 
 
-@contextlib.contextmanager
-def _saving(target: epath.Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise OSError(f"checkpoint {target} was not saved: {files.first_cause(error)}") from error
+def _return_freed_memory() -> None:
+    # glibc keeps what is freed in blocks below 32 MiB, here up to a whole state after each save.
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """The checkpoints of one run: ``<directory>/<step>/``.
 
     With several processes all make the same calls, on a directory that all of them see.
 
     Args:
         directory: where the steps lie; made if missing.
-        keep: how many of the newest complete steps to keep, at least 1; an older one is removed only
-            when a newer one is complete.
+        keep: how many of the newest complete steps to keep, at least 1; an older one is
+            removed only when a newer one is complete.
         asynchronous: write in the background; `save` returns once the state may be donated.
         writable: False to only read; `directory` must then exist.
 
@@ -132,9 +132,6 @@ class Checkpoints:
         self.keep, self.asynchronous = keep, asynchronous
         self._running: tuple[int, ocp.AsyncCheckpointer] | None = None
 
-    def __enter__(self) -> Checkpoints:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
@@ -150,7 +147,7 @@ class Checkpoints:
 
         Args:
             step: number of updates done.
-            state: any pytree of ``jax.Array`` (PRNG keys too), sharded in any way. It may be donated
+            state: any pytree of ``jax.Array`` (PRNG keys too), sharded in any way; may be donated
                 once this returns.
             texts: content by file name, e.g. ``{"config.yaml": ..., "data.json": ...}``.
             overwrite: replace the step if it exists; the old one is removed first.
@@ -159,8 +156,8 @@ class Checkpoints:
             ValueError: the step exists, a leaf is no ``jax.Array``, or a text's name is unusable.
             OSError: this or the previous save failed (disk full, directory gone).
 
-        Cost: host memory: one copy of this process's shards (on CPU none, but until the save is done a
-            donation copies); in flight to the disk, 32 MiB or one shard.
+        Cost: host memory: one copy of this process's shards until the save is done (on CPU only if
+            they are donated); in flight to the disk, 32 MiB or one shard.
         """
         self.wait()
         texts, arrays = texts or {}, leaves.named_arrays(state)
@@ -171,14 +168,12 @@ class Checkpoints:
             raise ValueError(f"checkpoint {target} exists already: overwrite=True replaces it")
         if jax.process_index() == 0 and target.exists():
             files.remove(target)
-        arguments = _StepSave(
-            {name: leaves.as_stored(leaf) for name, leaf in arrays.items()}, texts
-        )
+        stored = {name: leaves.as_stored(leaf) for name, leaf in arrays.items()}
         options = ocp.AsyncOptions(create_directories_asynchronously=False)
         # One writer a save: orbax's keeps its copy of the state until its own next save.
         writer = ocp.AsyncCheckpointer(_StepHandler(), async_options=options)
-        with _saving(target):
-            writer.save(target, args=arguments)
+        with files.saving(target):
+            writer.save(target, args=_StepSave(stored, texts))
         self._running = step, writer
         if not self.asynchronous:
             self.wait()
@@ -192,14 +187,14 @@ class Checkpoints:
         if self._running is None:
             return
         (step, writer), self._running = self._running, None
-        with _saving(self.directory / str(step)):
+        with files.saving(self.directory / str(step)):
             writer.close()
+        del writer
+        _return_freed_memory()
         if jax.process_index() == 0:
             files.remove_old(self.directory, self.keep, saved=step)
 
-    def close(self) -> None:
-        """Wait for the save in progress."""
-        self.wait()
+    close = wait
 
     def remove(self, step: int) -> None:
         """Remove one step, e.g. those newer than the step that training restarts from."""
@@ -250,20 +245,15 @@ class Checkpoints:
 
         Cost: host memory: this process's shards; in flight, 32 MiB or one shard's chunks.
         """
-        targets = {
-            leaves.full_name(prefix, name): leaf for name, leaf in leaves.named_arrays(like).items()
-        }
+        targets = leaves.named_arrays(like, prefix)
         wanted = {name: leaves.as_stored(leaf) for name, leaf in targets.items()}
-        loose = [k for k, leaf in wanted.items() if getattr(leaf, "sharding", None) is None]
-        if loose:
-            raise ValueError(f"no sharding= given to the ShapeDtypeStruct of {files.listed(loose)}")
+        leaves.check_shardings(wanted)
         directory = self._opened(step)
         entries = self._entries(directory, prefix)
         if lines := differences(entries, wanted):
-            found = f"checkpoint {directory} does not fit, {len(lines)} differences"
-            raise ValueError(f"{found}: {files.listed(lines)}")
-        arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
-        arrays = self._read(directory, entries, arguments)
+            count = f"{len(lines)} differences: {files.listed(lines)}"
+            raise ValueError(f"checkpoint {directory} does not fit, {count}")
+        arrays = self._read(directory, entries, ocp.checkpoint_utils.construct_restore_args(wanted))
         restored = [leaves.as_wanted(arrays[name], leaf) for name, leaf in targets.items()]
         return jax.tree.unflatten(jax.tree.structure(like), restored)
 
@@ -284,9 +274,7 @@ class Checkpoints:
             entries = dict(_array_handler(0).metadata(directory / files.STATE).tree)
         except Exception as error:
             raise files.damaged(directory, files.first_cause(error)) from error
-        chosen = {
-            k: v for k, v in entries.items() if f"{k}/".startswith(f"{prefix}/" if prefix else "")
-        }
+        chosen = {k: v for k, v in entries.items() if leaves.is_under(prefix, k)}
         if not chosen:
             have = ", ".join(sorted({name.split("/")[0] for name in entries}))
             raise ValueError(f"checkpoint {directory} has nothing under {prefix!r}; it has {have}")
@@ -298,17 +286,14 @@ class Checkpoints:
         entries: Mapping[str, Any],
         arguments: Mapping[str, ocp.RestoreArgs],
     ) -> dict[str, Any]:
-        requests = [
-            leaves.request_bytes(entries[k], getattr(v, "sharding", None))
-            for k, v in arguments.items()
-        ]
+        largest = leaves.largest_request(entries, arguments)
         restore = ocp.args.PyTreeRestore(
             item={k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in entries.items()},
             restore_args=dict(arguments),
             partial_restore=True,
         )
         try:
-            return _array_handler(max(requests)).restore(directory / files.STATE, args=restore)
+            return _array_handler(largest).restore(directory / files.STATE, args=restore)
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:

@@ -7,9 +7,10 @@ Works on any path that `etils.epath` knows (local disks, ``gs://``). Does not kn
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from etils import epath
 
@@ -113,6 +114,20 @@ def first_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+@contextlib.contextmanager
+def saving(step_directory: epath.Path) -> Iterator[None]:
+    """Turn whatever fails while a step is being saved into one line.
+
+    Raises:
+        OSError: naming the step and the first cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause = first_cause(error)
+        raise OSError(f"checkpoint {step_directory} was not saved: {cause}") from error
 
 
 def _is_complete(path: epath.Path) -> bool:

@@ -1,6 +1,6 @@
 """The leaves of a state as a checkpoint stores them: flat, by name, PRNG keys as integers.
 
-Does not know files: that is `jaxpp.checkpoint_files`.
+Does not know where they lie on disk: that is `jaxpp.checkpoint_files`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpp.checkpoint_files import listed
 from jaxpp.tree import named_leaves
-
-
-def full_name(prefix: str, name: str) -> str:
-    """Name, in the whole state, the leaf `name` of the subtree `prefix`; either may be empty."""
-    return f"{prefix}/{name}" if prefix and name else prefix or name
 
 
 def is_under(prefix: str, name: str) -> bool:
@@ -25,9 +21,15 @@ def is_under(prefix: str, name: str) -> bool:
     return not prefix or f"{name}/".startswith(f"{prefix}/")
 
 
-def named_arrays(tree: Any) -> dict[str, Any]:
-    """Map each name to its array; a Variable without one (optax's MaskedNode) has no name."""
-    return {name: leaf for name, leaf in named_leaves(tree).items() if jax.tree.leaves(leaf)}
+def named_arrays(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Map each name to its array; a Variable without one (optax's MaskedNode) has no name.
+
+    Args:
+        tree: a state, or its subtree of the name `prefix`.
+        prefix: put before each name.
+    """
+    named = {name: leaf for name, leaf in named_leaves(tree).items() if jax.tree.leaves(leaf)}
+    return {"/".join(filter(None, (prefix, name))): leaf for name, leaf in named.items()}
 
 
 def _is_key(leaf: Any) -> bool:
@@ -67,10 +69,34 @@ def check(arrays: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is of type {kind}, needed a jax.Array: jnp.asarray makes one")
 
 
-def request_bytes(entry: Any, sharding: jax.sharding.Sharding | None) -> int:
-    """Bound the bytes reserved to read one shard of `entry`: whole chunks, wherever it begins."""
-    shard = sharding.shard_shape(entry.shape) if sharding else entry.shape
-    num_bytes = np.dtype(entry.dtype).itemsize
-    for size, part, chunk in zip(entry.shape, shard, entry.storage.chunk_shape, strict=True):
-        num_bytes *= chunk * min(-(-size // chunk), -(-part // chunk) + 1)
-    return num_bytes
+def check_shardings(arrays: Mapping[str, Any]) -> None:
+    """Refuse abstract arrays that do not say where they shall lie.
+
+    Raises:
+        ValueError: naming those without a sharding.
+    """
+    loose = [name for name, leaf in arrays.items() if getattr(leaf, "sharding", None) is None]
+    if loose:
+        raise ValueError(f"no sharding= given to the ShapeDtypeStruct of {listed(loose)}")
+
+
+def largest_request(entries: Mapping[str, Any], targets: Mapping[str, Any]) -> int:
+    """Count the bytes to read for one shard, at most: whole chunks, wherever the shard begins.
+
+    Args:
+        entries: orbax's metadata of each array: shape, dtype, chunk shape.
+        targets: something with the wanted ``sharding``; without one the array is read whole.
+    """
+    requests = [0]
+    for name, target in targets.items():
+        entry, shape = entries[name], tuple(entries[name].shape)
+        sharding = getattr(target, "sharding", None)
+        whole = {None: (slice(None),) * len(shape)}
+        shards = sharding.addressable_devices_indices_map(shape) if sharding else whole
+        for index in shards.values():
+            num_bytes = np.dtype(entry.dtype).itemsize
+            for part, size, chunk in zip(index, shape, entry.storage.chunk_shape, strict=True):
+                start, stop, _ = part.indices(size)
+                num_bytes *= -(-stop // chunk) * chunk - start // chunk * chunk
+            requests.append(num_bytes)
+    return max(requests)

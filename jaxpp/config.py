@@ -47,7 +47,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         ValueError: The file is missing, is not YAML, is not a mapping or repeats a key, or an
             override has no value or passes through a value that is no section.
     """
-    values = _parse_yaml(_text_of(Path(path)), str(path))
+    values = parse(_text_of(Path(path)), str(path))
     if not isinstance(values, dict):
         held = "nothing" if values is None else _show(values)
         raise ValueError(f"{path} holds {held}: a mapping is needed, such as `section: {{key: 1}}`")
@@ -158,7 +158,16 @@ def _nearest_file(path: Path) -> str:
     return f"; {path.parent} holds {', '.join(found[:10]) or 'no YAML file'}"
 
 
-def _parse_yaml(text: str, source: str) -> Any:
+def parse(text: str, source: str) -> Any:
+    """Parse YAML text, strictly: a repeated key is an error.
+
+    Args:
+        text: The YAML.
+        source: Its name, for the message.
+
+    Raises:
+        ValueError: It is not YAML.
+    """
     import yaml
 
     try:
@@ -198,7 +207,7 @@ def _split_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
         key = key.removeprefix("--")
         if not all(key.split(".")) or not text.strip():
             raise ValueError(f'override "{word}" has no key or no value: write {key or "a.b"}=1')
-        yield key, _parse_yaml(text, f'override "{word}"')
+        yield key, parse(text, f'override "{word}"')
 
 
 def _lay_over(values: dict[str, Any], key: str, value: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 MEASURE = """
-import json, resource, sys, threading, time
+import ctypes, json, resource, sys, threading, time
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxpp.checkpoint import Checkpoints
@@ -59,15 +59,17 @@ def born(sharding, shape):
     return jax.jit(make, out_shardings=sharding)
 
 
-store = Checkpoints(directory, keep=2)
+store = Checkpoints(directory, keep=1)
+warm_store = Checkpoints(directory + "/warm")
 row = NamedSharding(mesh(8), P("fsdp"))
 turned = NamedSharding(mesh(4, 2), P(None, "tensor", "fsdp"))
 make = born(row, SHAPES["layer0"])
 update = jax.jit(lambda x: x + 1, donate_argnums=0, out_shardings=row)
 warm = {"x": update(make(jax.random.key(0)))}
-store.save(0, warm)
-store.restore(0, {"x": jax.ShapeDtypeStruct(warm["x"].shape, jnp.float32, sharding=turned)})
+warm_store.save(0, warm, overwrite=True)
+warm_store.restore(0, {"x": jax.ShapeDtypeStruct(warm["x"].shape, jnp.float32, sharding=turned)})
 del warm
+ctypes.CDLL(None).malloc_trim(0)
 before = resident()
 result = {}
 if action == "restore":

@@ -12,7 +12,11 @@ import pytest
 from jaxpp.launch import launch
 
 ROOT = Path(__file__).resolve().parents[1]
-LAUNCH = "import sys; from jaxpp.launch import launch; sys.exit(launch(sys.argv[3:], int(sys.argv[1]), int(sys.argv[2])))"
+LAUNCH = """
+import sys
+from jaxpp.launch import launch
+sys.exit(launch(sys.argv[3:], int(sys.argv[1]), int(sys.argv[2])))
+"""
 RANK = "import os, sys, time, signal\nrank = int(os.environ['JAXPP_PROCESS_ID'])\n"
 
 
@@ -56,17 +60,25 @@ WRITE_PID = "open(f'pid{rank}', 'w').write(str(os.getpid()))\n"
 
 @pytest.mark.timeout(120)
 def test_only_process_0_is_heard(tmp_path: Path) -> None:
-    out, err = start(tmp_path, "print('out', rank)\nprint('err', rank, file=sys.stderr)").communicate()
+    out, err = start(
+        tmp_path, "print('out', rank)\nprint('err', rank, file=sys.stderr)"
+    ).communicate()
     assert out == "out 0\n" and err == "err 0\n"
 
 
 @pytest.mark.timeout(120)
 def test_first_failure_is_told_and_the_rest_end(tmp_path: Path) -> None:
-    body = WRITE_PID + "signal.signal(15, signal.SIG_IGN)\nif rank == 1:\n    time.sleep(1); sys.exit('boom')\ntime.sleep(100)"
+    body = (
+        WRITE_PID
+        + "signal.signal(15, signal.SIG_IGN)\n"
+        + "if rank == 1:\n    time.sleep(1); sys.exit('boom')\ntime.sleep(100)"
+    )
     process, began = start(tmp_path, body), time.monotonic()
     out, err = process.communicate()
     assert process.returncode == 1 and time.monotonic() - began < 30
-    assert "[process 1] boom" in err and err.rstrip().splitlines()[-1].startswith("error: process 1 of 2")
+    assert "[process 1] boom" in err and err.rstrip().splitlines()[-1].startswith(
+        "error: process 1 of 2"
+    )
     assert all(gone(pid) for pid in pids(tmp_path))
 
 

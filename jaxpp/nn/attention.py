@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpp.nn import rope
-from jaxpp.nn.linear import Linear
+from jaxpp.nn.linear import Linear, apply_all
 from jaxpp.parallel import constrain, current
 
 if TYPE_CHECKING:
@@ -115,9 +115,10 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch seq embed"], context: Context) -> Float[Array, "batch seq embed"]:
         """Attend."""
-        q_BTHD = constrain(self.query(x), "batch seq heads head_dim")
-        k_BTKD = constrain(self.key(x), "batch seq kv_heads head_dim")
-        v_BTKD = constrain(self.value(x), "batch seq kv_heads head_dim")
+        q_BTHD, k_BTKD, v_BTKD = apply_all(x, self.query, self.key, self.value)
+        q_BTHD = constrain(q_BTHD, "batch seq heads head_dim")
+        k_BTKD = constrain(k_BTKD, "batch seq kv_heads head_dim")
+        v_BTKD = constrain(v_BTKD, "batch seq kv_heads head_dim")
         if self.config.rope_base is not None:
             cosine, sine = rope.angles(context.positions, self.config.head_dim, self.config.rope_base)
             q_BTHD, k_BTKD = rope.rotate(q_BTHD, cosine, sine), rope.rotate(k_BTKD, cosine, sine)

@@ -56,4 +56,4 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """Look the ids up; ids outside the table are the caller's error."""
-        return _lookup(in_use(self.table), ids, batch_shards(ids.shape[0]))
+        return constrain(_lookup(in_use(self.table), ids, batch_shards(ids.shape[0])), "batch seq embed")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpp import dims
-from jaxpp.parallel import in_use, product
+from jaxpp.parallel import in_use, products
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -36,5 +36,13 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rest reads"]) -> Float[Array, "*rest writes"]:
         """Apply the map to the last dims of `x`."""
-        y = product(x, self.kernel)
-        return y if self.bias is None else y + in_use(self.bias).astype(y.dtype)
+        return apply_all(x, self)[0]
+
+
+def apply_all(x: Float[Array, "*rest reads"], *layers: Linear) -> list[Float[Array, "*rest writes"]]:
+    """Apply several maps to the same input; on a mesh the gradient of `x` is then reduced once for all."""
+    results = products(x, [layer.kernel for layer in layers])
+    return [
+        y if layer.bias is None else y + in_use(layer.bias).astype(y.dtype)
+        for y, layer in zip(results, layers, strict=True)
+    ]

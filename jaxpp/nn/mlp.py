@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import jax
 from flax import nnx
 
-from jaxpp.nn.linear import Linear
+from jaxpp.nn.linear import Linear, apply_all
 from jaxpp.parallel import constrain
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Mlp(nnx.Module):
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         """Apply the layer to each token."""
         act = ACTIVATIONS[self.activation]
-        up = constrain(self.up(x), "batch seq mlp")
-        hidden = act(up) if self.gate is None else act(constrain(self.gate(x), "batch seq mlp")) * up
-        return self.down(hidden)
+        if self.gate is None:
+            return self.down(act(constrain(self.up(x), "batch seq mlp")))
+        gate, up = (constrain(y, "batch seq mlp") for y in apply_all(x, self.gate, self.up))
+        return self.down(act(gate) * up)

@@ -6,15 +6,18 @@ The one place where a block meets a weight; what a leaf is (and later: quantised
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxpp import dims as arrows
-from jaxpp.parallel.execution import active_layout
+from jaxpp.parallel.execution import active_layout, current
 from jaxpp.parallel.layout import Layout
 
 if TYPE_CHECKING:
@@ -62,49 +65,115 @@ def _contract(x: jax.Array, kernel: jax.Array, num_reads: int) -> jax.Array:
     return y.reshape(*y.shape[:-1], *writes) if len(writes) > 1 else y
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _sharded(x: jax.Array, kernel: jax.Array, num_reads: int, use: NamedSharding, grad: NamedSharding) -> jax.Array:
-    return _contract(x, jax.lax.with_sharding_constraint(kernel, use), num_reads)
+@dataclass(frozen=True)
+class _Use:
+    """How one weight is used on a mesh; hashable, so that it can be a static argument.
+
+    Args:
+        num_reads: leading axes of the kernel that are contracted.
+        forward: sharding in use.
+        gradient: sharding of its gradient.
+        shards: parts into which its first written dim is split.
+    """
+
+    num_reads: int
+    forward: NamedSharding
+    gradient: NamedSharding
+    shards: int
+
+    def gathered(self, kernel: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(kernel, self.forward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _sharded(x: jax.Array, kernels: list[jax.Array], uses: tuple[_Use, ...], barrier: bool) -> list[jax.Array]:
+    return [_contract(x, use.gathered(kernel), use.num_reads) for kernel, use in zip(kernels, uses, strict=True)]
 
 
 def _sharded_forward(
-    x: jax.Array, kernel: jax.Array, num_reads: int, use: NamedSharding, grad: NamedSharding
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _sharded(x, kernel, num_reads, use, grad), (x, kernel)
+    x: jax.Array, kernels: list[jax.Array], uses: tuple[_Use, ...], barrier: bool
+) -> tuple[list[jax.Array], tuple[jax.Array, list[jax.Array]]]:
+    return _sharded(x, kernels, uses, barrier), (x, kernels)
 
 
 def _sharded_backward(
-    num_reads: int, use: NamedSharding, grad: NamedSharding, kept: tuple[jax.Array, jax.Array], g: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x, kernel = kept
-    gathered = jax.lax.with_sharding_constraint(kernel, use)
-    _, transpose = jax.vjp(partial(_contract, num_reads=num_reads), x, gathered)
-    dx, dkernel = transpose(g)
-    return dx, jax.lax.with_sharding_constraint(dkernel, grad)
+    uses: tuple[_Use, ...], barrier: bool, kept: tuple[jax.Array, list[jax.Array]], grads: list[jax.Array]
+) -> tuple[jax.Array, list[jax.Array]]:
+    x, kernels = kept
+    if barrier:  # unrolled, XLA would merge this gather with the forward one and keep every gathered weight alive
+        kernels, grads = jax.lax.optimization_barrier((kernels, grads))
+    gathered = [use.gathered(kernel) for kernel, use in zip(kernels, uses, strict=True)]
+    dkernels = [
+        jax.lax.with_sharding_constraint(_outer(x, g, use.num_reads, kernel.shape), use.gradient)
+        for g, kernel, use in zip(grads, kernels, uses, strict=True)
+    ]
+    return _into_input(x, gathered, grads, uses), dkernels
 
 
 _sharded.defvjp(_sharded_forward, _sharded_backward)
 
 
-def product(x: Float[Array, "*rest reads"], weight: nnx.Param) -> Float[Array, "*rest writes"]:
-    """Contract the read dims of `weight` with the last dims of `x`.
+def _outer(x: jax.Array, g: jax.Array, num_reads: int, shape: tuple[int, ...]) -> jax.Array:
+    """Return the gradient of a kernel: ``x`` times ``g``, summed over all tokens."""
+    rest = x.ndim - num_reads
+    return jnp.tensordot(x, g, axes=(tuple(range(rest)), tuple(range(rest)))).reshape(shape)
 
-    On a mesh the weight is gathered for the product and gathered again for the backward pass: what is kept is the
-    stored shard, never the gathered weight. The gradient leaves reduced and split as the moments are.
+
+def _into_input(x: jax.Array, kernels: list[jax.Array], grads: list[jax.Array], uses: tuple[_Use, ...]) -> jax.Array:
+    """Return the gradient of `x`, summed over the weights that read it, as ONE product.
+
+    Where the written dims are split, each weight's own product would be reduced over the axis by itself (three times
+    for query, key and value); laid side by side within each shard they are reduced once.
+    """
+    shards, num_reads, rest = uses[0].shards, uses[0].num_reads, x.ndim - uses[0].num_reads
+    if len(uses) > 1 and shards > 1 and all(use.shards == shards for use in uses):
+        g = jnp.concatenate([g.reshape(*g.shape[:rest], shards, -1) for g in grads], axis=-1)
+        kernel = jnp.concatenate([k.reshape(*k.shape[:num_reads], shards, -1) for k in kernels], axis=-1)
+        return jnp.tensordot(g, kernel, axes=((-2, -1), (-2, -1)))
+    parts = [
+        jnp.tensordot(g, k, axes=(tuple(range(rest, g.ndim)), tuple(range(num_reads, k.ndim))))
+        for g, k in zip(grads, kernels, strict=True)
+    ]
+    return sum(parts[1:], parts[0])
+
+
+def products(x: Float[Array, "*rest reads"], weights: Sequence[nnx.Param]) -> list[Float[Array, "*rest writes"]]:
+    """Contract the read dims of each weight with the last dims of `x`.
+
+    On a mesh a weight is gathered for the product and gathered again for the backward pass: what is kept is the stored
+    shard, never the gathered weight. Its gradient leaves reduced and split as the moments are. Weights that read the same
+    `x` belong in one call: the gradient of `x` is then reduced once for all of them.
 
     Args:
         x: ``[..., *reads]``.
-        weight: an unstacked Param whose value is ``[*reads, *writes]``.
+        weights: unstacked Params, each ``[*reads, *writes]``.
 
     Returns:
-        ``[..., *writes]`` in the dtype of `x`.
+        One ``[..., *writes]`` per weight, in the dtype of `x`.
 
-    Cost: over the axes in the weight's rules for ``weights`` but not ``compute``: an all-gather in the forward pass and
-        one in the backward pass; a reduce-scatter (or all-reduce) of the gradient over the axes that split the batch.
+    Cost: over the axes in a weight's rules for ``weights`` but not ``compute``: an all-gather in the forward pass and one
+        in the backward pass; a reduce-scatter (or all-reduce) of the gradient over the axes that split the batch. A split
+        read dim leaves partial sums in the forward pass, a split written dim in the gradient of `x`.
     """
-    text = weight.get_metadata()["dims"]
-    arrow = arrows.parse(text, tuple(arrows.parse_words(text)))
-    kernel, layout = weight.get_value().astype(x.dtype), active_layout()
+    layout = active_layout()
+    known = [_arrow(weight) for weight in weights]
+    kernels = [weight.get_value().astype(x.dtype) for weight in weights]
     if layout is None:
-        return _contract(x, kernel, len(arrow.reads))
-    return _sharded(x, kernel, len(arrow.reads), *_shardings(arrow, layout))
+        return [_contract(x, kernel, len(arrow.reads)) for kernel, arrow in zip(kernels, known, strict=True)]
+    uses = tuple(_use(arrow, layout) for arrow in known)
+    return _sharded(x, kernels, uses, current().layers == "unroll")
+
+
+def product(x: Float[Array, "*rest reads"], weight: nnx.Param) -> Float[Array, "*rest writes"]:
+    """Contract one weight; see `products`."""
+    return products(x, [weight])[0]
+
+
+def _arrow(weight: nnx.Param) -> arrows.Arrow:
+    text = weight.get_metadata()["dims"]
+    return arrows.parse(text, tuple(arrows.parse_words(text)))
+
+
+def _use(arrow: arrows.Arrow, layout: Layout) -> _Use:
+    shards = layout.num_shards(arrow.writes[0], "compute") if arrow.writes else 1
+    return _Use(len(arrow.reads), *_shardings(arrow, layout), shards)
