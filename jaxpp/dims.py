@@ -156,16 +156,26 @@ def arrows(state: Any, dims: Sequence[str] = ()) -> dict[str, Arrow]:
     return {path: of(node, path, dims) for path, node in tree.named_nodes(state).items()}
 
 
-def moment_arrow(node: Any, path: str = "?", dims: Sequence[str] = ()) -> Arrow | None:
-    """Read the arrow that optax copied onto a piece of its state; None where there is none to use.
+def moment_arrows(state: Any, params: Any, dims: Sequence[str] = ()) -> dict[str, Arrow | None]:
+    """Read the arrows that optax copied onto its state.
 
-    Counters carry no arrow; factored moments (Adafactor) carry their weight's, with another rank: neither has a dim
-    to speak of, so both answer None.
+    Args:
+        state: an optax state over `params`, concrete or abstract.
+        params: ``nnx.State`` of the weights.
+        dims: names of your own beside `DIMS`.
+
+    Returns:
+        Path to arrow for every leaf of `state`; None for what has not its weight's shape: counters, and the factored
+        moments of Adafactor, which carry their weight's arrow but not its dims.
     """
-    if not tree.is_variable(node) or "dims" not in node.get_metadata():
-        return None
-    text = node.get_metadata()["dims"]
-    return of(node, path, dims) if len(parse(text, dims).dims) == len(node.shape) else None
+    shapes = {path: tuple(node.shape) for path, node in tree.named_nodes(params).items()}
+    found: dict[str, Arrow | None] = {}
+    for path, node in tree.named_nodes(state).items():
+        words = path.split("/")
+        weight = next((p for p in ("/".join(words[i:]) for i in range(len(words))) if p in shapes), None)
+        fits = weight is not None and tree.is_variable(node) and tuple(node.shape) == shapes[weight]
+        found[path] = of(node, path, dims) if fits else None
+    return found
 
 
 def param(value: Any, arrow: str | Arrow, **metadata: Any) -> nnx.Param:

@@ -240,9 +240,16 @@ def _configure_transfers(coordinator: str | None) -> None:
     _option_set("jax_cpu_collectives_implementation", "gloo")
     if jax.config.values.get(SOCKET_OPTION, "set by nobody") != "":
         return
-    endpoint = f"{_own_address(coordinator)}:0"
-    _option_set(SOCKET_OPTION, endpoint)
-    _option_set(TRANSPORT_OPTION, endpoint)
+    address = _own_address(coordinator)
+    # The socket's port is told to the other processes as it stands: with 0 they would wait for ever.
+    _option_set(SOCKET_OPTION, f"{address}:{_free_port(address)}")
+    _option_set(TRANSPORT_OPTION, f"{address}:0")
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
 
 
 def initialize() -> None:

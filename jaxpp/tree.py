@@ -32,15 +32,20 @@ def path_name(path: tuple[Any, ...]) -> str:
     return "/".join(_word(key) for key in path)
 
 
+def _is_empty(node: Any) -> bool:
+    """Say whether a Variable holds nothing: optax puts a ``MaskedNode`` where a rule leaves a weight out."""
+    return is_variable(node) and not jax.tree.leaves(node.get_value())
+
+
 def named_nodes(tree: Any) -> dict[str, Any]:
-    """Map each leaf's path to the leaf, keeping ``nnx.Variable`` whole.
+    """Map each leaf's path to the leaf, keeping ``nnx.Variable`` whole and leaving out those that hold nothing.
 
     Example:
         >>> named_nodes({"a": (1, {"b": 2})})
         {'a/0': 1, 'a/1/b': 2}
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_variable)
-    return {path_name(path): node for path, node in flat}
+    return {path_name(path): node for path, node in flat if not _is_empty(node)}
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -78,6 +83,8 @@ def map_named(function: Callable[[str, Any], Any], tree: Any) -> Any:
     """
 
     def visit(path: tuple[Any, ...], node: Any) -> Any:
+        if _is_empty(node):
+            return node
         result = function(path_name(path), node)
         return node.replace(result) if is_variable(node) else result
 

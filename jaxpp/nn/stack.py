@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from jaxpp import dims, tree
-from jaxpp.parallel import current, residual
+from jaxpp.parallel import PRODUCT, current, residual
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -20,7 +20,10 @@ KEPT = "block"  # blocks give this `checkpoint_name` to what remat "block" keeps
 REMAT: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(PRODUCT),
+    ),
     "block": jax.checkpoint_policies.save_only_these_names(KEPT),
 }
 

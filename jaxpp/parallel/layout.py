@@ -118,17 +118,16 @@ class Layout:
 
         return tree.map_named(one, params)
 
-    def moment_shardings(self, state: Any) -> Any:
-        """Return a tree like an optax state with a ``NamedSharding`` for each leaf.
+    def moment_shardings(self, state: Any, params: Any) -> Any:
+        """Return a tree like an optax state over `params` with a ``NamedSharding`` for each leaf.
 
         Moments follow the arrow that optax copied onto them; counters and factored moments are replicated.
         """
+        known = arrows.moment_arrows(state, params, self.dims)
 
         def one(path: str, node: Any) -> NamedSharding:
-            arrow = arrows.moment_arrow(node, path, self.dims)
-            if arrow is None:
-                return self.replicated()
-            return self.sharding(arrow.dims, node.shape, "moments", path)
+            arrow = known[path]
+            return self.sharding(arrow.dims, node.shape, "moments", path) if arrow else self.replicated()
 
         return tree.map_named(one, state)
 

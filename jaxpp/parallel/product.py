@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from jaxpp import dims as arrows
@@ -23,6 +24,7 @@ from jaxpp.parallel.layout import Layout
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
+PRODUCT = "product"  # `checkpoint_name` of every result: a remat policy does not see the products inside a custom_vjp
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _reshard(x: jax.Array, forward: NamedSharding, backward: NamedSharding) -> jax.Array:
@@ -161,7 +163,8 @@ def products(x: Float[Array, "*rest reads"], weights: Sequence[nnx.Param]) -> li
     if layout is None:
         return [_contract(x, kernel, len(arrow.reads)) for kernel, arrow in zip(kernels, known, strict=True)]
     uses = tuple(_use(arrow, layout) for arrow in known)
-    return _sharded(x, kernels, uses, current().layers == "unroll")
+    results = _sharded(x, kernels, uses, current().layers == "unroll")
+    return [checkpoint_name(y, PRODUCT) for y in results]
 
 
 def product(x: Float[Array, "*rest reads"], weight: nnx.Param) -> Float[Array, "*rest writes"]:

@@ -94,7 +94,7 @@ class Program:
             jax.ShapeDtypeStruct((), jnp.int32, sharding=one),
             _abstract(params, self.layout.param_shardings(params)),
             _abstract(other, jax.tree.map(lambda _: one, other)),
-            _abstract(optimizer, self.layout.moment_shardings(optimizer)),
+            _abstract(optimizer, self.layout.moment_shardings(optimizer, params)),
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from jaxpp import dims, tree
 from jaxpp.models import DecoderConfig
 from jaxpp.parallel import SCHEMES, Plan, executing
-from jaxpp.train.program import make_program
+from jaxpp.train.program import TrainState, make_program
 
 _spec = importlib.util.spec_from_file_location("collectives", Path(__file__).with_name("collectives.py"))
 assert _spec is not None and _spec.loader is not None
@@ -55,9 +56,16 @@ def make_batch() -> dict[str, np.ndarray]:
     }
 
 
+@functools.cache
+def drawn() -> TrainState:
+    """One set of weights for all."""
+    return make_program(CONFIG, optax.sgd(0.1), Plan(mesh="data:1"), devices=jax.devices()[:1]).init(0)
+
+
 def loss_and_gradients(plan: Plan, devices=None) -> tuple[float, dict[str, np.ndarray]]:
     program = make_program(CONFIG, optax.sgd(0.1), plan, devices=devices)
-    loss, grads = program.loss_and_gradients(program.init(0), program.place(make_batch()))
+    state = jax.device_put(drawn(), program.shardings)
+    loss, grads = program.loss_and_gradients(state, program.place(make_batch()))
     return float(loss), {name: np.asarray(g) for name, g in tree.named_leaves(grads).items()}
 
 

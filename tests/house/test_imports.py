@@ -17,6 +17,8 @@ RANKS = {
     "model": 1,
     "mesh": 1,
     "launch": 1,
+    "checkpoint_files": 0,  # the directory of `checkpoint`, without arrays
+    "checkpoint_leaves": 0.1,  # its naming of arrays
     "checkpoint": 1,
     "adapt": 1,
     "compress": 1,
@@ -34,6 +36,7 @@ RANKS = {
     "regime": 6,
     "swarm": 6,
     "doctor": 6,
+    "runs": 6,  # the one place that knows both the families and the trainer
     "cli": 7,
     "__main__": 8,
     "": 8,  # the package itself: it offers names from everywhere, so nothing inside imports from it
@@ -44,7 +47,7 @@ EVERYWHERE = {"jax", "jaxlib", "flax", "optax", "chex", "numpy", "jaxtyping"}
 # Package -> the areas or modules that may import it. What stands in neither table is not used.
 DOORS = {
     "orbax": {"checkpoint"},
-    "etils": {"checkpoint"},  # orbax's own paths: it installs them and takes them
+    "etils": {"checkpoint", "checkpoint_files"},  # orbax's own paths: it installs them and takes them
     "grain": {"data"},
     "tokenizers": {"data"},
     "jsonargparse": {"config"},
