@@ -41,8 +41,7 @@ def usable(directory: str | os.PathLike[str], *, writable: bool) -> epath.Path:
     except OSError as error:
         use = "write" if writable else "read"
         raise ValueError(
-            f"cannot {use} checkpoints in {path}: {error.strerror or error}; "
-            f"give a directory that this user can {use}"
+            f"cannot {use} checkpoints in {path}: {error.strerror or error}; give a directory that this user can {use}"
         ) from error
     return path
 

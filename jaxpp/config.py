@@ -90,8 +90,7 @@ def build(
     missing = [
         f'"{_dotted(at, field.name)}" ({_needed(hints[field.name])})'
         for field in dataclasses.fields(cast(Any, cls))
-        if field.name in hints.keys() - present.keys()
-        and field.default is field.default_factory is dataclasses.MISSING
+        if field.name in hints.keys() - present.keys() and field.default is field.default_factory is dataclasses.MISSING
     ]
     if missing:
         raise ValueError(f"missing {', '.join(missing)}: give it in the file or as key=value")
@@ -131,9 +130,7 @@ def keys(cls: type) -> list[str]:
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Say line by line how two resolved configs differ: `train.num_steps: 10 -> 20`."""
     before, after = dict(_leaves(old)), dict(_leaves(new))
-    pairs = {
-        key: (before.get(key, _NOT_SET), after.get(key, _NOT_SET)) for key in {**before, **after}
-    }
+    pairs = {key: (before.get(key, _NOT_SET), after.get(key, _NOT_SET)) for key in {**before, **after}}
     return [f"{key}: {_show(a)} -> {_show(b)}" for key, (a, b) in pairs.items() if a != b]
 
 
@@ -219,8 +216,7 @@ def _lay_over(values: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(values, dict):
             holder = ".".join(sections[:depth])
             raise ValueError(
-                f'override "{key}": {holder} = {_show(values)} is no section: replace all of it,'
-                f" {holder}=..."
+                f'override "{key}": {holder} = {_show(values)} is no section: replace all of it, {holder}=...'
             )
     values[last] = value
 
@@ -333,9 +329,7 @@ def _needed(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, inner))}"
     if get_origin(hint) is tuple:
-        return (
-            f"a list ({', '.join(_needed(item) if item is not ... else '...' for item in inner)})"
-        )
+        return f"a list ({', '.join(_needed(item) if item is not ... else '...' for item in inner)})"
     if _is_structure(hint):
         return "a mapping"
     return _NEEDED.get(hint, getattr(hint, "__name__", str(hint)))

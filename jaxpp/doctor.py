@@ -78,9 +78,7 @@ def render(findings: list[Finding]) -> str:
         head = f"{f.status:<4}  {f.name:<{width}}  "
         lines += textwrap.wrap(f.value, 100, initial_indent=head, subsequent_indent=indent)
         if f.fix:
-            lines += textwrap.wrap(
-                f.fix, 100, initial_indent=f"{indent}fix: ", subsequent_indent=indent
-            )
+            lines += textwrap.wrap(f.fix, 100, initial_indent=f"{indent}fix: ", subsequent_indent=indent)
     return "\n".join(lines)
 
 
@@ -134,9 +132,7 @@ def machine(directory: str = ".") -> list[Finding]:
             "free disk",
             "ok" if free >= 10 * GIB else "warn",
             f"{free / GIB:.1f} GiB",
-            ""
-            if free >= 10 * GIB
-            else "checkpoints may not fit; free space or choose another disk",
+            "" if free >= 10 * GIB else "checkpoints may not fit; free space or choose another disk",
         ),
     ]
     try:
@@ -154,9 +150,7 @@ def xla_flags(environment: Mapping[str, str]) -> Finding:
         return Finding("XLA_FLAGS", "ok", flags or "not set")
     alone = {k: v for k, v in environment.items() if not k.startswith("JAXPP_")}
     command = [sys.executable, "-c", "import jax; jax.devices()"]
-    done = subprocess.run(
-        command, env={**alone, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run(command, env={**alone, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=120)
     if done.returncode == 0:
         return Finding("XLA_FLAGS", "ok", flags)
     unknown = re.search(r"Unknown flags? in XLA_FLAGS: *([^\n]*)", done.stderr)
@@ -232,9 +226,7 @@ def _devices() -> list[Finding]:
     return [*findings, transfer(move_between_processes, str(config.get(runtime.SOCKET_OPTION)))]
 
 
-def transfer(
-    move: Callable[[], None], address: str, timeout_s: float = TRANSFER_TIMEOUT_S
-) -> Finding:
+def transfer(move: Callable[[], None], address: str, timeout_s: float = TRANSFER_TIMEOUT_S) -> Finding:
     """Run a cross-host transfer, and say so when it fails or hangs."""
     outcome: list[str] = []
 
@@ -266,9 +258,7 @@ def move_between_processes() -> None:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     sent = np.arange(16, dtype=np.float32)
-    first, last = (
-        NamedSharding(Mesh(np.array([jax.devices()[k]]), ("x",)), PartitionSpec()) for k in (0, -1)
-    )
+    first, last = (NamedSharding(Mesh(np.array([jax.devices()[k]]), ("x",)), PartitionSpec()) for k in (0, -1))
     source = jax.make_array_from_callback(sent.shape, first, lambda i: sent[i], dtype=sent.dtype)
     moved = jax.device_put(source, last)
     for shard in moved.addressable_shards:

@@ -105,9 +105,7 @@ def _variables(processes: int, devices: int, extra: Mapping[str, str]) -> dict[s
     }
 
 
-def _start(
-    command: list[str], index: int, variables: dict[str, str], ended: queue.SimpleQueue[_Member]
-) -> _Member:
+def _start(command: list[str], index: int, variables: dict[str, str], ended: queue.SimpleQueue[_Member]) -> _Member:
     shown = index == 0
     process = subprocess.Popen(
         [sys.executable, "-ISc", _SHIM, str(os.getpid()), *command],
@@ -200,8 +198,7 @@ def _explain(first: _Member, num_processes: int) -> None:
     code = first.process.returncode
     how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
     print(
-        f"error: process {first.index} of {num_processes} failed first, with {how}; "
-        "the others were stopped",
+        f"error: process {first.index} of {num_processes} failed first, with {how}; the others were stopped",
         file=sys.stderr,
         flush=True,
     )

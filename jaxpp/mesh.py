@@ -10,11 +10,14 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
+
+Device: TypeAlias = Any  # jax.Device, which type checkers do not take as a type
 
 AXES = ("stage", "data", "fsdp", "expert", "context", "tensor", "tensor_x", "tensor_y", "tensor_z")
 ALIASES = {
@@ -120,7 +123,7 @@ def _wrong_count(spec: MeshSpec, known: int, num_devices: int) -> str:
     return f'mesh "{spec}" {needs}, but there are {num_devices}{fix}'
 
 
-def _granules(devices: Sequence[jax.Device], num_slices: int) -> list[list[jax.Device]]:
+def _granules(devices: Sequence[Device], num_slices: int) -> list[list[Device]]:
     """Group devices into slices: by slice index, else by process, else in blocks (fake CPU devices)."""
     for attribute in ("slice_index", "process_index"):
         keys = [getattr(device, attribute, 0) for device in devices]
@@ -132,7 +135,7 @@ def _granules(devices: Sequence[jax.Device], num_slices: int) -> list[list[jax.D
     raise ValueError(f"the mesh asks for {num_slices} slices (dcn), but the devices lie in {found}")
 
 
-def _hybrid(spec: MeshSpec, devices: Sequence[jax.Device]) -> np.ndarray:
+def _hybrid(spec: MeshSpec, devices: Sequence[Device]) -> np.ndarray:
     ici = [spec.ici.get(axis, 1) for axis in spec.axes]
     dcn = [spec.dcn.get(axis, 1) for axis in spec.axes]
     granules = _granules(devices, math.prod(dcn))
@@ -146,7 +149,7 @@ def _hybrid(spec: MeshSpec, devices: Sequence[jax.Device]) -> np.ndarray:
     return outer.reshape([i * d for i, d in zip(ici, dcn, strict=True)])
 
 
-def make_mesh(spec: str | MeshSpec, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(spec: str | MeshSpec, devices: Sequence[Device] | None = None) -> Mesh:
     """Build a mesh from its spec.
 
     Args:

@@ -22,8 +22,8 @@ def build_model(values: Mapping[str, Any]) -> ModelConfig:
     """Build a model config from the section ``model`` of a run.
 
     Args:
-        values: ``family`` (a name in ``jaxpp.models.FAMILIES`` or ``package.module:Config``), ``preset`` (a size of that
-            family), and any field of the config, which wins over the preset.
+        values: ``family`` (a name in ``jaxpp.models.FAMILIES`` or ``package.module:Config``), ``preset`` (a size of
+            that family), and any field of the config, which wins over the preset.
 
     Raises:
         ValueError: an unknown family, preset or field.

@@ -60,9 +60,7 @@ def _from_launcher(environment: Mapping[str, str]) -> Cluster | None:
         )
     address, count, index = (environment[name] for name in names)
     if not (count.isdigit() and index.isdigit() and int(index) < int(count)):
-        raise ValueError(
-            f"JAXPP_PROCESS_ID={index} of JAXPP_NUM_PROCESSES={count}; ids run from 0 to count - 1"
-        )
+        raise ValueError(f"JAXPP_PROCESS_ID={index} of JAXPP_NUM_PROCESSES={count}; ids run from 0 to count - 1")
     if not re.fullmatch(r".+:\d+", address):
         raise ValueError(f"JAXPP_COORDINATOR_ADDRESS={address} lacks a port; give host:port")
     if int(count) == 1:
@@ -376,9 +374,7 @@ def _report_to_coordinator(address: str, index: int, deadline: float, timeout_s:
         )
 
 
-def _end_on_exception(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def _end_on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     sys.__excepthook__(kind, error, trace)
     leave(130 if issubclass(kind, KeyboardInterrupt) else 1)
 

@@ -13,8 +13,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpp.model import Batch
 from jaxpp.nn import (
-    Attention, AttentionConfig, Context, Embedding, Linear, Mlp, Norm, cross_entropy, run_blocks, stack_blocks,
-)  # fmt: skip
+    Attention,
+    AttentionConfig,
+    Context,
+    Embedding,
+    Linear,
+    Mlp,
+    Norm,
+    cross_entropy,
+    run_blocks,
+    stack_blocks,
+)
 from jaxpp.nn.mlp import Activation, MlpKind
 from jaxpp.nn.norm import NormKind
 from jaxpp.nn.stack import KEPT

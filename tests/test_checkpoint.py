@@ -39,8 +39,7 @@ def put(tree: Any, mesh: Mesh, *axes: Any) -> Any:
 
 def spread(leaf: Any, mesh: Mesh, axes: tuple[Any, ...]) -> NamedSharding:
     spec = [
-        axis if axis and size % mesh.shape[axis] == 0 else None
-        for axis, size in zip(axes, leaf.shape, strict=False)
+        axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(axes, leaf.shape, strict=False)
     ]
     return NamedSharding(mesh, P(*spec))
 
@@ -117,9 +116,7 @@ def test_restored_leaves_lie_on_the_callers_mesh(store: Checkpoints, kind: AxisT
         assert leaf.sharding.mesh.axis_types == (kind, kind)
 
 
-def test_no_array_is_ever_whole_on_a_device(
-    store: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_array_is_ever_whole_on_a_device(store: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     state = put({"stacked": jnp.ones((64, 8, 8))}, mesh(fsdp=8), "fsdp")
     store.save(1, state)
     store.wait()
@@ -335,9 +332,7 @@ def test_refusals_in_one_line(store: Checkpoints, tmp_path: Path) -> None:
     store.save(2, {"x": one})
     cases = {
         r"no checkpoint .*/9; complete steps there: 2": lambda: store.contents(9),
-        "no sharding= given to the ShapeDtypeStruct of x": lambda: store.restore(
-            2, jax.eval_shape(lambda: {"x": one})
-        ),
+        "no sharding= given to the ShapeDtypeStruct of x": lambda: store.restore(2, jax.eval_shape(lambda: {"x": one})),
         "x/1 is of type int, needed a jax.Array": lambda: store.save(3, {"x": [one, 3]}),
         "the state holds no arrays": lambda: store.save(3, {"x": None}),
         "keep=0": lambda: Checkpoints(tmp_path, keep=0),
@@ -496,8 +491,5 @@ def test_processes_save_and_another_number_restores(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as store:
         same_bits(
             store.restore_numpy(2),
-            {
-                k: np.arange(16 * 32, dtype=np.float32).reshape(16, 32)
-                for k in ("both", "copied", "rows")
-            },
+            {k: np.arange(16 * 32, dtype=np.float32).reshape(16, 32) for k in ("both", "copied", "rows")},
         )

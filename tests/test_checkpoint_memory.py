@@ -104,9 +104,7 @@ print(json.dumps(result))
 """
 
 
-def measure(
-    action: str, directory: Path, *, megabytes: int, leaves: int, saves: int = 1
-) -> dict[str, Any]:
+def measure(action: str, directory: Path, *, megabytes: int, leaves: int, saves: int = 1) -> dict[str, Any]:
     environment = {
         **os.environ,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",

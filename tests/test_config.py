@@ -158,8 +158,7 @@ def test_overrides_replace_lists_as_a_whole_and_take_negative_numbers(tmp_path: 
         ),
         (
             "num_steps: 3",
-            'unknown key "num_steps": did you mean "train.num_steps"? '
-            "known keys: train, data, model, warmup, held_out",
+            'unknown key "num_steps": did you mean "train.num_steps"? known keys: train, data, model, warmup, held_out',
         ),
         (
             "data: {sources: [{path: a}, {pth: b}]}",
@@ -182,8 +181,7 @@ def test_overrides_replace_lists_as_a_whole_and_take_negative_numbers(tmp_path: 
         ("held_out: a", 'held_out = "a": a mapping or null is needed'),
         (
             "train: {optimizer: {name: adamv}}",
-            'train.optimizer.name = "adamv": one of adamw, muon, sgd is needed; '
-            'did you mean "adamw"?',
+            'train.optimizer.name = "adamv": one of adamw, muon, sgd is needed; did you mean "adamw"?',
         ),
         (
             "warmup: atuo",

@@ -24,16 +24,11 @@ def test_this_machine_can_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def test_ranges_are_those_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ours = [
-        f"{n}>={low}" + (f",<{high}" if high else "")
-        for n, (low, high, _) in doctor.PACKAGES.items()
-    ]
+    ours = [f"{n}>={low}" + (f",<{high}" if high else "") for n, (low, high, _) in doctor.PACKAGES.items()]
     assert sorted(ours) == sorted(project["dependencies"])
 
 
-@pytest.mark.parametrize(
-    ("version", "status"), [("0.9.2", "fail"), ("0.10.0", "ok"), ("0.13.0", "fail")]
-)
+@pytest.mark.parametrize(("version", "status"), [("0.9.2", "fail"), ("0.10.0", "ok"), ("0.13.0", "fail")])
 def test_jax_version(version: str, status: str) -> None:
     assert doctor.packages(lambda _: version)[0].status == status
 

@@ -60,9 +60,7 @@ WRITE_PID = "open(f'pid{rank}', 'w').write(str(os.getpid()))\n"
 
 @pytest.mark.timeout(120)
 def test_only_process_0_is_heard(tmp_path: Path) -> None:
-    out, err = start(
-        tmp_path, "print('out', rank)\nprint('err', rank, file=sys.stderr)"
-    ).communicate()
+    out, err = start(tmp_path, "print('out', rank)\nprint('err', rank, file=sys.stderr)").communicate()
     assert out == "out 0\n" and err == "err 0\n"
 
 
@@ -76,9 +74,7 @@ def test_first_failure_is_told_and_the_rest_end(tmp_path: Path) -> None:
     process, began = start(tmp_path, body), time.monotonic()
     out, err = process.communicate()
     assert process.returncode == 1 and time.monotonic() - began < 30
-    assert "[process 1] boom" in err and err.rstrip().splitlines()[-1].startswith(
-        "error: process 1 of 2"
-    )
+    assert "[process 1] boom" in err and err.rstrip().splitlines()[-1].startswith("error: process 1 of 2")
     assert all(gone(pid) for pid in pids(tmp_path))
 
 

@@ -45,10 +45,7 @@ def test_two_processes_reduce_transfer_and_agree(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_exception_in_one_process_ends_a_blocked_peer(tmp_path: Path) -> None:
-    body = (
-        "from jaxpp import runtime\nruntime.initialize()\n"
-        "if rank: raise ValueError('boom')\nruntime.barrier('x')"
-    )
+    body = "from jaxpp import runtime\nruntime.initialize()\nif rank: raise ValueError('boom')\nruntime.barrier('x')"
     process = start(tmp_path, body)
     _, err = process.communicate()
     assert process.returncode == 1 and "[process 1] ValueError: boom" in err

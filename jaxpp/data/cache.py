@@ -98,9 +98,7 @@ class NpyWriter:
         """Return the writer itself."""
         return self
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Write the final length and close the file."""
         with self._file:
             start = self._file.tell() - self.length * self._dtype.itemsize

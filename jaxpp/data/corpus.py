@@ -182,9 +182,7 @@ def text_pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _write_splits(
-    directory: Path, config: DataConfig, survey: Survey, tokenizer: Tokenizer
-) -> None:
+def _write_splits(directory: Path, config: DataConfig, survey: Survey, tokenizer: Tokenizer) -> None:
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
     offsets: dict[str, list[int]] = {split: [0] for split in _SPLITS}
     with (

@@ -78,9 +78,7 @@ class Data:
         settings = {name: getattr(self.config, name) for name in names}
         return {"corpora": corpora, "tokenizer": self.tokenizer.fingerprint, **settings}
 
-    def train(
-        self, rows: Sequence[int] | None = None, start_step: int = 0, steps: int | None = None
-    ) -> TrainLoader:
+    def train(self, rows: Sequence[int] | None = None, start_step: int = 0, steps: int | None = None) -> TrainLoader:
         """Open the endless training stream.
 
         Args:
@@ -143,9 +141,7 @@ class TrainLoader(Iterator[Row]):
     Yields arrays [len(rows), seq_len]; see `pack.ROW_DTYPES`. Close it, or use it in a `with`.
     """
 
-    def __init__(
-        self, batches: StepBatches, fingerprint: Mapping[str, Any], start_step: int, stop: int
-    ) -> None:
+    def __init__(self, batches: StepBatches, fingerprint: Mapping[str, Any], start_step: int, stop: int) -> None:
         """Start at a step and end before another; `Data.train` is the way to make one."""
         self._batches = batches
         self._fingerprint = dict(fingerprint)
@@ -190,9 +186,7 @@ class TrainLoader(Iterator[Row]):
         """Return the loader itself."""
         return self
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Close the loader."""
         self.close()
 
@@ -200,9 +194,7 @@ class TrainLoader(Iterator[Row]):
         import grain
 
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=PREFETCHED_STEPS)
-        steps = grain.MapDataset.source(range(self._step, self._stop)).map(
-            self._batches.__getitem__
-        )
+        steps = grain.MapDataset.source(range(self._step, self._stop)).map(self._batches.__getitem__)
         return iter(steps.to_iter_dataset(options))
 
 
@@ -211,7 +203,6 @@ def _check_rows(rows: Sequence[int] | None, batch_size: int) -> Sequence[int]:
     outside = [row for row in chosen if not 0 <= row < batch_size]
     if outside:
         raise ValueError(
-            f"row {outside[0]} lies outside the global batch of {batch_size} rows; "
-            f"0 to {batch_size - 1} do"
+            f"row {outside[0]} lies outside the global batch of {batch_size} rows; 0 to {batch_size - 1} do"
         )
     return chosen

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     import grain
 
 
-def mix_rows(
-    corpora: Sequence[PackedRows], weights: Sequence[float], seed: int
-) -> grain.MapDataset[Row]:
+def mix_rows(corpora: Sequence[PackedRows], weights: Sequence[float], seed: int) -> grain.MapDataset[Row]:
     """Mix corpora into one stream whose row r depends on the seed and r alone.
 
     Each corpus is read in a new order every epoch, and each of its rows once before any of

@@ -52,9 +52,7 @@ def stdlib_documents(corpus: CorpusConfig) -> Iterator[Document]:
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in _walk(root, skipped=_NOT_LIBRARY) if path.suffix == ".py"]
     if not paths:
-        raise ValueError(
-            f"corpus {corpus.source!r} needs the standard library as .py files, but {root} has none"
-        )
+        raise ValueError(f"corpus {corpus.source!r} needs the standard library as .py files, but {root} has none")
     return (Document(path.relative_to(root).as_posix(), _read_text(path)) for path in paths)
 
 

@@ -16,6 +16,7 @@ from flax import nnx
 
 from jaxpp.nn import rope
 from jaxpp.nn.linear import Linear, apply_all
+from jaxpp.nn.splash import BLOCK, splash
 from jaxpp.parallel import constrain, current
 
 if TYPE_CHECKING:
@@ -67,7 +68,16 @@ def _cudnn(q_BTHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, context: Con
     return jax.nn.dot_product_attention(q_BTHD, k_BTKD, v_BTKD, mask=mask, is_causal=True, implementation="cudnn")
 
 
-KERNELS: dict[str, Callable[[jax.Array, jax.Array, jax.Array, Context], jax.Array]] = {"xla": _xla, "cudnn": _cudnn}
+def _splash(q_BTHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, context: Context) -> jax.Array:
+    return splash(q_BTHD, k_BTKD, v_BTKD, context.segments)
+
+
+KERNELS: dict[str, Callable[[jax.Array, jax.Array, jax.Array, Context], jax.Array]] = {
+    "xla": _xla,
+    "cudnn": _cudnn,
+    "splash": _splash,
+}
+PLATFORM = {"cudnn": "gpu", "splash": "tpu"}
 
 
 def check_kernel(name: str) -> None:
@@ -80,16 +90,28 @@ def check_kernel(name: str) -> None:
         near = difflib.get_close_matches(name, KERNELS, n=1)
         hint = f'did you mean "{near[0]}"? ' if near else ""
         raise ValueError(f'plan.attention: unknown kernel "{name}"; {hint}known: auto {" ".join(KERNELS)}')
-    if name == "cudnn" and jax.default_backend() != "gpu":
-        raise ValueError(f'plan.attention = "cudnn" needs a GPU, and this is {jax.default_backend()}; "auto" picks xla')
+    if PLATFORM.get(name, jax.default_backend()) != jax.default_backend():
+        raise ValueError(
+            f'plan.attention = "{name}" needs a {PLATFORM[name]}, and this is a {jax.default_backend()}; '
+            '"auto" picks what there is'
+        )
 
 
-def _choose(name: str, dtype: jnp.dtype, head_dim: int) -> str:
-    if name == "auto":
-        fused = jax.default_backend() == "gpu" and dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0
-        return "cudnn" if fused else "xla"
+def choose_kernel(name: str, dtype: jnp.dtype, seq: int, head_dim: int) -> str:
+    """Return the kernel that ``"auto"`` means for these shapes on this platform, or `name` itself.
+
+    Raises:
+        ValueError: as `check_kernel`.
+    """
     check_kernel(name)
-    return name
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    if name != "auto":
+        return name
+    if jax.default_backend() == "gpu" and half and head_dim % 8 == 0 and head_dim <= 128:
+        return "cudnn"
+    if jax.default_backend() == "tpu" and seq % BLOCK == 0 and head_dim % BLOCK == 0:
+        return "splash"
+    return "xla"
 
 
 class Attention(nnx.Module):
@@ -122,5 +144,5 @@ class Attention(nnx.Module):
         if self.config.rope_base is not None:
             cosine, sine = rope.angles(context.positions, self.config.head_dim, self.config.rope_base)
             q_BTHD, k_BTKD = rope.rotate(q_BTHD, cosine, sine), rope.rotate(k_BTKD, cosine, sine)
-        kernel = KERNELS[_choose(current().attention, x.dtype, self.config.head_dim)]
+        kernel = KERNELS[choose_kernel(current().attention, x.dtype, x.shape[1], self.config.head_dim)]
         return self.out(constrain(kernel(q_BTHD, k_BTKD, v_BTKD, context), "batch seq heads head_dim"))

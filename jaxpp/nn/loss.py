@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 CHUNK_TOKENS = 1024  # tokens of one chunk on one device
 
 
-def _chunk_loss(x_SBTD: jax.Array, head_DV: jax.Array, targets_SBT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _chunk_loss(
+    x_SBTD: jax.Array, head_DV: jax.Array, targets_SBT: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the chunk's logits, their log-sum-exp and the loss of each token."""
     logits = constrain(x_SBTD @ head_DV, "batch rows seq vocab").astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)
@@ -105,8 +107,8 @@ def cross_entropy(
     Returns:
         A scalar, fp32. Divide by ``weights.sum()`` for the mean. It is not differentiable in `weights`.
 
-    Cost: with ``vocab`` split over axis ``tensor``, three small all-reduces of ``batch x seq`` per chunk; the gradient of
-        `x` leaves as partial sums over that axis.
+    Cost: with ``vocab`` split over axis ``tensor``, three small all-reduces of ``batch x seq`` per chunk; the gradient
+        of `x` leaves as partial sums over that axis.
     """
     shards = batch_shards(targets.shape[0])
     chunks = num_chunks or num_chunks_for(targets.size // shards, targets.shape[1])

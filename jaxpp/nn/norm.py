@@ -19,7 +19,8 @@ NormKind = Literal["rms", "layer"]
 class Norm(nnx.Module):
     """RMSNorm ``x / sqrt(mean(x^2) + eps) * scale`` or LayerNorm with bias.
 
-    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019; Ba, Kiros, Hinton, Layer Normalization, 2016.
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019; Ba, Kiros, Hinton, Layer Normalization,
+        2016.
     """
 
     def __init__(self, size: int, kind: NormKind = "rms", epsilon: float = 1e-5):

@@ -1,7 +1,7 @@
 """What holds while a model is traced: the layout, the remat policy, how layers are run.
 
-Models ask for it by dim words alone (`constrain`, `residual`, and `jaxpp.parallel.product` for weights); outside of a plan
-these change nothing. It is read at trace time only, so nothing of it exists when the step runs.
+Models ask for it by dim words alone (`constrain`, `residual`, and `jaxpp.parallel.product` for weights); outside of a
+plan these change nothing. It is read at trace time only, so nothing of it exists when the step runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Execution:
     attention: str = "auto"
 
 
-_CURRENT: contextvars.ContextVar[Execution] = contextvars.ContextVar("execution", default=Execution())
+_NONE = Execution()
+_CURRENT: contextvars.ContextVar[Execution] = contextvars.ContextVar("execution", default=_NONE)
 
 
 def current() -> Execution:

@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 import jax
 
-from jaxpp.mesh import MeshSpec, make_mesh
+from jaxpp.mesh import Device, MeshSpec, make_mesh
 from jaxpp.parallel.execution import Execution
 from jaxpp.parallel.layout import Layout, compose
 from jaxpp.parallel.schemes import SCHEMES
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -28,7 +29,7 @@ class Plan:
     remat: str = "none"  # what the backward pass recomputes: none, full, dots, block
     layers: Literal["scan", "unroll"] = "scan"  # one compiled block, or one per layer
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # of activations and of weights in use
-    attention: str = "auto"  # kernel: auto, xla, cudnn
+    attention: str = "auto"  # kernel: auto, xla, cudnn (GPU), splash (TPU)
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # own rules: dim to mesh axes
     dims: tuple[str, ...] = ()  # dims of your own model, beside the known ones
 
@@ -46,7 +47,7 @@ class Plan:
         """Return the schemes, by default one for each mesh axis that bears a scheme's name."""
         return self.schemes or tuple(axis for axis in MeshSpec.parse(self.mesh).axes if axis in SCHEMES)
 
-    def layout(self, devices: Sequence[jax.Device] | None = None) -> Layout:
+    def layout(self, devices: Sequence[Device] | None = None) -> Layout:
         """Build the layout on `devices` (all of them if None).
 
         Raises:

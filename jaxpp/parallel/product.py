@@ -1,6 +1,7 @@
 """Weights in use: gathered for a product, their gradients reduced and split.
 
-The one place where a block meets a weight; what a leaf is (and later: quantised, low-rank) is decided here, not in models.
+The one place where a block meets a weight; what a leaf is (and later: quantised, low-rank) is decided here, not in
+models.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 PRODUCT = "product"  # `checkpoint_name` of every result: a remat policy does not see the products inside a custom_vjp
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _reshard(x: jax.Array, forward: NamedSharding, backward: NamedSharding) -> jax.Array:
@@ -51,8 +53,9 @@ def _shardings(arrow: arrows.Arrow, layout: Layout) -> tuple[NamedSharding, Name
 def in_use(weight: nnx.Param) -> jax.Array:
     """Return a small or unstacked weight (norm scale, bias, table) laid out for use.
 
-    Cost: an all-gather over the axes in its rules for ``weights`` but not ``compute``; in the backward pass the matching
-        reduce-scatter. The gathered array may be kept for the backward pass: large stacked weights go through `product`.
+    Cost: an all-gather over the axes in its rules for ``weights`` but not ``compute``; in the backward pass the
+        matching reduce-scatter. The gathered array may be kept for the backward pass: large stacked weights go through
+        `product`.
     """
     layout = active_layout()
     if layout is None:
@@ -143,8 +146,8 @@ def products(x: Float[Array, "*rest reads"], weights: Sequence[nnx.Param]) -> li
     """Contract the read dims of each weight with the last dims of `x`.
 
     On a mesh a weight is gathered for the product and gathered again for the backward pass: what is kept is the stored
-    shard, never the gathered weight. Its gradient leaves reduced and split as the moments are. Weights that read the same
-    `x` belong in one call: the gradient of `x` is then reduced once for all of them.
+    shard, never the gathered weight. Its gradient leaves reduced and split as the moments are. Weights that read the
+    same `x` belong in one call: the gradient of `x` is then reduced once for all of them.
 
     Args:
         x: ``[..., *reads]``.
@@ -153,9 +156,9 @@ def products(x: Float[Array, "*rest reads"], weights: Sequence[nnx.Param]) -> li
     Returns:
         One ``[..., *writes]`` per weight, in the dtype of `x`.
 
-    Cost: over the axes in a weight's rules for ``weights`` but not ``compute``: an all-gather in the forward pass and one
-        in the backward pass; a reduce-scatter (or all-reduce) of the gradient over the axes that split the batch. A split
-        read dim leaves partial sums in the forward pass, a split written dim in the gradient of `x`.
+    Cost: over the axes in a weight's rules for ``weights`` but not ``compute``: an all-gather in the forward pass and
+        one in the backward pass; a reduce-scatter (or all-reduce) of the gradient over the axes that split the batch.
+        A split read dim leaves partial sums in the forward pass, a split written dim in the gradient of `x`.
     """
     layout = active_layout()
     known = [_arrow(weight) for weight in weights]
@@ -163,7 +166,7 @@ def products(x: Float[Array, "*rest reads"], weights: Sequence[nnx.Param]) -> li
     if layout is None:
         return [_contract(x, kernel, len(arrow.reads)) for kernel, arrow in zip(kernels, known, strict=True)]
     uses = tuple(_use(arrow, layout) for arrow in known)
-    results = _sharded(x, kernels, uses, current().layers == "unroll")
+    results: list[jax.Array] = _sharded(x, kernels, uses, current().layers == "unroll")
     return [checkpoint_name(y, PRODUCT) for y in results]
 
 

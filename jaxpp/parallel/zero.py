@@ -12,8 +12,8 @@ class Zero1:
     """Split the optimizer state (and the reduced gradients) over axis ``data``, along dim ``embed``.
 
     Cost: one reduce-scatter of every gradient per microbatch and one all-gather of every updated weight per step over
-        ``data``: together ``2 (n-1)/n`` times the bytes of the weights, as plain data parallelism. Where the compiler has
-        no reduce-scatter it emits all-reduce and slice. Adam's moments take 1/n of the memory.
+        ``data``: together ``2 (n-1)/n`` times the bytes of the weights, as plain data parallelism. Where the compiler
+        has no reduce-scatter it emits all-reduce and slice. Adam's moments take 1/n of the memory.
 
     Source: Rajbhandari, Rasley, Ruwase, He, ZeRO, 2020, section 5.1.
     """

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxpp import runtime
 from jaxpp.train.config import Run
 from jaxpp.train.console import Console
 from jaxpp.train.evaluate import evaluate
-from jaxpp.train.metrics import MetricsLog, evaluation_line, peak_device_bytes, train_line
+from jaxpp.train.metrics import MetricsLog, evaluation_line, memory_record, train_line
 from jaxpp.train.optimizer import make_schedule
 from jaxpp.train.program import TrainState
 from jaxpp.train.session import Session, open_session
@@ -41,8 +43,8 @@ class Trainer:
         """Train until ``run.train.num_steps`` updates are done, or a signal asks to stop.
 
         Returns:
-            The last evaluation (``loss``, ``bits_per_byte``, ...) with ``step``; empty if stopped by a signal or nothing
-            is held out.
+            The last evaluation (``loss``, ``bits_per_byte``, ...) with ``step``; empty if stopped by a signal or
+            nothing is held out.
 
         Raises:
             ValueError: the config does not fit itself, the devices, the data or the checkpoint.
@@ -59,7 +61,10 @@ class _Loop:
         self.session, self.config = session, session.run
         self.state: TrainState = session.state
         self.step = session.start
-        self.rates, self.schedule = session.rates, make_schedule(self.config.optimizer)
+        self.rates, self.rows = session.rates, session.program.rows(self.config.data.batch_size)
+        # All at once: evaluated step by step, each would wait on the device behind the step that is running.
+        steps = jnp.arange(self.config.train.num_steps)
+        self.learning_rates = np.asarray(jax.jit(jax.vmap(make_schedule(self.config.optimizer)))(steps))
         self.saved = session.start if session.start else -1
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._clock = 0.0
@@ -104,8 +109,7 @@ class _Loop:
     def _advance(self) -> None:
         """Dispatch one step, then report the one before while this one runs."""
         data, program = self.config.data, self.session.program
-        rows = program.rows(data.batch_size)
-        batch = program.place(dict(next(self.session.loader)), rows, data.batch_size)
+        batch = program.place(dict(next(self.session.loader)), self.rows, data.batch_size)
         self.state, metrics = program.step(self.state, batch)
         self.step += 1
         self._report()
@@ -127,9 +131,14 @@ class _Loop:
             )
         if step % self.config.train.log_every == 0 or step == self.config.train.num_steps:
             record = {
-                "step": step, "loss": loss, "lr": float(self.schedule(step - 1)), "grad_norm": norm, "seconds": seconds,
-                **self.rates.at(seconds), "memory_bytes": peak_device_bytes(),
-            }  # fmt: skip
+                "step": step,
+                "loss": loss,
+                "lr": float(self.learning_rates[step - 1]),
+                "grad_norm": norm,
+                "seconds": seconds,
+                **self.rates.at(seconds),
+                **memory_record(),
+            }
             self.console.line(train_line(record, self.config.train.num_steps))
             self._write("train", record)
         self.console.advance(step)
@@ -152,9 +161,7 @@ class _Loop:
         session, train = self.session, self.config.train
         if session.data.num_held_out_tokens == 0:
             return {}
-        found = evaluate(
-            session.program, self.state, session.data, self.config.data.batch_size, train.evaluate_batches
-        )
+        found = evaluate(session.program, self.state, session.data, self.config.data.batch_size, train.evaluate_batches)
         record = {"step": self.step, **found}
         self.console.line(evaluation_line(record))
         self._write("eval", record)

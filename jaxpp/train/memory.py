@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp import dims, tree
+from jaxpp.nn.attention import choose_kernel
 from jaxpp.nn.loss import num_chunks_for
 from jaxpp.parallel import Layout, bytes_per_device
 from jaxpp.parallel.layout import Place
@@ -193,11 +194,11 @@ class _Sizes:
     @property
     def scores_elements(self) -> int:
         """Elements of one block's attention scores on one device; 0 where a fused kernel never holds them."""
+        if not self.attends:
+            return 0
         plan = self.program.plan
-        fused = plan.attention == "cudnn" or (
-            plan.attention == "auto" and jax.default_backend() == "gpu" and plan.dtype() == jnp.bfloat16
-        )
-        return 0 if fused or not self.attends else int(self.rows("inside") * self.width(("heads",)) * self.seq_len**2)
+        kernel = choose_kernel(plan.attention, plan.dtype(), self.seq_len, self.size["head_dim"])
+        return 0 if kernel != "xla" else int(self.rows("inside") * self.width(("heads",)) * self.seq_len**2)
 
     @property
     def written(self) -> float:
@@ -216,15 +217,13 @@ class _Sizes:
     @property
     def kept_by_block(self) -> float:
         """Bytes that one block keeps for its backward pass under the remat policy, without scores."""
-        remat, stream = self.program.plan.remat, self.stream * self.item
-        if remat == "dots" and self.layout.mesh.size > 1:
-            remat = "full"  # on a mesh a product is a function with a gradient of its own, which the policy cannot see
+        stream = self.stream * self.item
         return {
             "none": self.block_bytes,
             "full": stream,
             "block": stream * len(self.branches),
             "dots": stream * len(self.branches) + self.written * self.item,
-        }[remat]
+        }[self.program.plan.remat]
 
     @property
     def ends_bytes(self) -> float:

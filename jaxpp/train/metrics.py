@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
+from jaxpp import runtime
+from jaxpp.mesh import Device
 
 PEAK_FLOPS_PER_S: dict[str, float] = {
     "TPU v3": 61.5e12,  # one core of two
@@ -33,7 +34,7 @@ PEAK_FLOPS_PER_S: dict[str, float] = {
 }
 
 
-def peak_flops_per_s(device: jax.Device) -> float | None:
+def peak_flops_per_s(device: Device) -> float | None:
     """Return the peak of one device, None where the table does not know it.
 
     The longest name in the table that the device's kind contains wins.
@@ -42,11 +43,11 @@ def peak_flops_per_s(device: jax.Device) -> float | None:
     return PEAK_FLOPS_PER_S[max(names, key=len)] if names else None
 
 
-def peak_device_bytes() -> int | None:
-    """Return the largest memory in use so far on any local device, None where the backend does not say (CPU)."""
-    stats = [device.memory_stats() for device in jax.local_devices()]
-    peaks = [one["peak_bytes_in_use"] for one in stats if one and "peak_bytes_in_use" in one]
-    return max(peaks) if peaks else None
+def memory_record() -> dict[str, Any]:
+    """Return the peak memory so far: of the fullest local device, or of the process where devices do not say (CPU)."""
+    on_device = runtime.device_memory_bytes()
+    where = "host" if on_device is None else "device"
+    return {"memory_bytes": on_device or runtime.peak_host_bytes(), "memory_of": where}
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Rates:
 def train_line(record: Mapping[str, Any], num_steps: int) -> str:
     """Write one step as one line: step, loss, lr, grad norm, s/step, tokens/s, FLOP/s, MFU, memory."""
     mfu = "n/a" if record["mfu"] is None else f"{100 * record['mfu']:.1f}%"
-    memory = "n/a" if record["memory_bytes"] is None else f"{record['memory_bytes'] / 2**30:.2f} GiB"
+    memory = f"{record['memory_bytes'] / 2**30:.2f} GiB ({record['memory_of']})"
     return (
         f"step {record['step']}/{num_steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  "
         f"grad_norm {record['grad_norm']:.3f}  s/step {record['seconds']:.3f}  "
@@ -134,7 +135,7 @@ class MetricsLog:
         """Append one record, ``kind`` being ``train`` or ``eval``."""
         self._lines.write(json.dumps({"kind": kind, **record}) + "\n")
         for name, value in record.items():
-            if name != "step" and value is not None:
+            if name != "step" and isinstance(value, (int, float)):
                 self._tensorboard.add_scalar(f"{kind}/{name}", value, record["step"])
 
     def close(self) -> None:

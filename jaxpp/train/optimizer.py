@@ -1,5 +1,6 @@
-"""Optimizers and learning-rate schedules by name, through optax; which weights decay and which are matrices is read off
-the arrows.
+"""Optimizers and learning-rate schedules by name, through optax.
+
+Which weights decay and which are matrices is read off the arrows.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class OptimizerConfig:
         _known("optimizer.schedule", self.schedule, SCHEDULES)
         if self.schedule_steps < 1 or not 0 <= self.warmup_steps <= self.schedule_steps:
             raise ValueError(
-                f"optimizer.warmup_steps {self.warmup_steps} must lie between 0 and schedule_steps {self.schedule_steps}"
+                f"optimizer.warmup_steps {self.warmup_steps} must lie between 0 and "
+                f"schedule_steps {self.schedule_steps}"
             )
 
 
@@ -82,7 +84,7 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
 
 
 def decays(state: Any) -> Any:
-    """Return a tree like `state` with True for each weight that reads a dim: matrices and tables, not scales or biases."""
+    """Return a tree like `state`: True for weights that read a dim (matrices, tables), not for scales and biases."""
 
     def one(path: str, node: Any) -> bool:
         text = node.get_metadata()["dims"]

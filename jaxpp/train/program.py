@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxpp.mesh import Device
 from jaxpp.model import Trainable
 from jaxpp.parallel import Layout, Plan, executing
 from jaxpp.train.optimizer import global_norm
@@ -36,7 +37,7 @@ class TrainState:
         optimizer: optax state.
     """
 
-    step: jax.Array
+    step: Any
     params: Any
     other: Any
     optimizer: Any
@@ -72,7 +73,8 @@ class Program:
     @cached_property
     def _model(self) -> tuple[Any, Any, Any]:
         """Graph, abstract params and abstract other variables."""
-        return nnx.split(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))), nnx.Param, ...)
+        graph, params, other = nnx.split(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))), nnx.Param, ...)
+        return graph, params, other
 
     @property
     def params(self) -> Any:
@@ -134,8 +136,8 @@ class Program:
     def gradients(self, state: TrainState, batch: Any) -> tuple[Any, jax.Array, jax.Array, Any]:
         """Return gradients of the mean loss, the loss sum, the weight sum, and the other variables after the pass.
 
-        The batch is run in ``plan.microbatches`` parts; sums, not means, are added up, so that the result is that of one
-        batch however the weights of the loss are spread.
+        The batch is run in ``plan.microbatches`` parts; sums, not means, are added up, so that the result is that of
+        one batch however the weights of the loss are spread.
         """
         grad = jax.value_and_grad(self.summed_loss, has_aux=True)
         places = self.layout.param_shardings(self.params, "moments")
@@ -162,7 +164,7 @@ class Program:
         return jax.lax.scan(add, start, parts)[0]
 
     def _microbatches(self, x: jax.Array) -> jax.Array:
-        """Deal ``[batch, ...]`` out as ``[microbatches, batch / microbatches, ...]`` so that no row changes its device."""
+        """Deal ``[batch, ...]`` out as ``[microbatches, batch / microbatches, ...]``; no row changes its device."""
         count = self.plan.microbatches
         dealt = jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
         dims = ("", "batch", *["" for _ in range(x.ndim - 1)])
@@ -212,8 +214,8 @@ class Program:
     def rows(self, batch_size: int) -> list[int]:
         """List the rows of a global batch that this process's devices need."""
         sharding = self.layout.batch_sharding(1)
-        slices = sharding.addressable_devices_indices_map((batch_size,)).values()
-        return sorted({row for (one,) in slices for row in range(*one.indices(batch_size))})
+        slices = [index[0] for index in sharding.addressable_devices_indices_map((batch_size,)).values() if index]
+        return sorted({row for one in slices for row in range(*one.indices(batch_size))})
 
     def place(self, batch: Any, rows: Sequence[int] | None = None, batch_size: int | None = None) -> Any:
         """Put a host batch on the devices.
@@ -231,7 +233,7 @@ class Program:
             index = {row: i for i, row in enumerate(held)}
             shape = (batch_size or len(held), *x.shape[1:])
 
-            def cut(where: tuple[slice, ...]) -> np.ndarray:
+            def cut(where: Any) -> np.ndarray:
                 wanted = [index[row] for row in range(*where[0].indices(shape[0]))]
                 return np.asarray(x)[wanted][(slice(None), *where[1:])]
 
@@ -249,7 +251,7 @@ def make_program(
     optimizer: optax.GradientTransformation,
     plan: Plan | str,
     loss: Loss | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> Program:
     """Build a `Program`; see `make_train_step` for the arguments."""
     plan = Plan(mesh=plan) if isinstance(plan, str) else plan
@@ -273,7 +275,7 @@ def make_train_step(
     plan: Plan | str,
     *,
     loss: Loss | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
     seed: int = 0,
 ) -> tuple[TrainState, Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]]:
     """Make a sharded state and a jitted training step, for people with a loop of their own.
@@ -288,9 +290,9 @@ def make_train_step(
         seed: of the weights, where they are drawn here.
 
     Returns:
-        ``state, step``; ``step(state, batch)`` gives the next state and metrics ``loss``, ``grad_norm``, ``weight``. The
-        state passed in is donated: do not use it again. The batch is a tree of arrays ``[batch, ...]``, host or device;
-        on several processes each passes the whole batch.
+        ``state, step``; ``step(state, batch)`` gives the next state and metrics ``loss``, ``grad_norm``, ``weight``.
+        The state passed in is donated: do not use it again. The batch is a tree of arrays ``[batch, ...]``, host or
+        device; on several processes each passes the whole batch.
 
     Raises:
         ValueError: a weight without an arrow, a dim that does not divide over its axes, a mesh that does not fit.

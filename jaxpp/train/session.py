@@ -110,7 +110,9 @@ def _make_directory(path: Path) -> None:
         if not os.access(path, os.W_OK):
             raise PermissionError(13, "no permission to write")
     except OSError as error:
-        raise ValueError(f"directory {path} cannot be written ({error.strerror}); choose another with directory=") from None
+        raise ValueError(
+            f"directory {path} cannot be written ({error.strerror}); choose another with directory="
+        ) from None
 
 
 def _chosen_step(run: Run, checkpoints: Checkpoints) -> int | None:
@@ -118,7 +120,9 @@ def _chosen_step(run: Run, checkpoints: Checkpoints) -> int | None:
         return checkpoints.latest()
     if run.checkpoint.step not in checkpoints.steps():
         held = ", ".join(map(str, checkpoints.steps())) or "none"
-        raise ValueError(f"checkpoint.step {run.checkpoint.step} is not in {run.directory}/checkpoints; steps there: {held}")
+        raise ValueError(
+            f"checkpoint.step {run.checkpoint.step} is not in {run.directory}/checkpoints; steps there: {held}"
+        )
     return run.checkpoint.step
 
 
@@ -141,7 +145,9 @@ def open_session(run: Run) -> Session:
     program = check(run)
     directory = Path(run.directory)
     _make_directory(directory)
-    checkpoints = Checkpoints(directory / "checkpoints", keep=run.checkpoint.keep, asynchronous=run.checkpoint.save == "async")
+    checkpoints = Checkpoints(
+        directory / "checkpoints", keep=run.checkpoint.keep, asynchronous=run.checkpoint.save == "async"
+    )
     step = _chosen_step(run, checkpoints)
     texts = checkpoints.texts(step) if step is not None else {}
     if step is not None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxpp import tree
 from jaxpp.data import open_data
+from jaxpp.mesh import Device
 from jaxpp.parallel import Plan
 from jaxpp.train.config import Run
 from jaxpp.train.optimizer import make_optimizer
@@ -55,7 +56,7 @@ def _like(run: Run, plan: Plan) -> Plan:
     return dataclasses.replace(run.plan, mesh=plan.mesh, schemes=plan.schemes, rules={})
 
 
-def _program(run: Run, plan: Plan, devices: Sequence[jax.Device]) -> Program:
+def _program(run: Run, plan: Plan, devices: Sequence[Device]) -> Program:
     """Build a plan's program.
 
     Raises:
@@ -67,7 +68,7 @@ def _program(run: Run, plan: Plan, devices: Sequence[jax.Device]) -> Program:
     return program
 
 
-def _sort(run: Run, devices: Sequence[jax.Device]) -> tuple[list[Plan], dict[str, str]]:
+def _sort(run: Run, devices: Sequence[Device]) -> tuple[list[Plan], dict[str, str]]:
     """Return the legal plans, and why each of the other meshes is none."""
     legal, refused = [], {}
     for plan in (_like(run, candidate) for candidate in candidates(len(devices))):
@@ -96,7 +97,7 @@ def legal_plans(run: Run, num_devices: int) -> list[Plan]:
     return _sort(run, jax.devices()[:num_devices])[0]
 
 
-def verify(run: Run, emit: Callable[[str], object], devices: Sequence[jax.Device] | None = None) -> bool:
+def verify(run: Run, emit: Callable[[str], object], devices: Sequence[Device] | None = None) -> bool:
     """Compare loss and gradients of one batch on every legal plan with those on one device.
 
     Args:
@@ -132,7 +133,7 @@ def verify(run: Run, emit: Callable[[str], object], devices: Sequence[jax.Device
     return wrong == 0
 
 
-def _local(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
+def _local(devices: Sequence[Device] | None) -> list[Device]:
     if jax.process_count() > 1:
         raise ValueError(
             f"verify compares every mesh with one device, in one process; here are {jax.process_count()} processes; "

@@ -153,13 +153,13 @@ def check_agreement(case: Case, first: Step, second: Step, num_steps: int = 2) -
     return worst
 
 
-def block_seconds(runner: Runner, batches: list[Any]) -> float:
-    """Return the wall seconds of one step, from a block of them that ends when the device is done."""
-    start = time.perf_counter()
+def block_seconds(runner: Runner, batches: list[Any]) -> tuple[float, float]:
+    """Return wall seconds and processor seconds of one step, from a block that ends when the device is done."""
+    start, used = time.perf_counter(), time.process_time()
     for batch in batches:
         metrics = runner(batch)
     jax.block_until_ready((runner.state, metrics))
-    return (time.perf_counter() - start) / len(batches)
+    return (time.perf_counter() - start) / len(batches), (time.process_time() - used) / len(batches)
 
 
 def speed(case: Case, num_blocks: int, block_steps: int) -> dict[str, Any]:
@@ -172,12 +172,13 @@ def speed(case: Case, num_blocks: int, block_steps: int) -> dict[str, Any]:
         order = (first, second) if index % 2 == 0 else (second, first)
         seconds = {id(runner): block_seconds(runner, batches) for runner in order}
         pairs.append((seconds[id(first)], seconds[id(second)]))
-    ratios = sorted(b / a for a, b in pairs)
+    ratios = sorted(b[0] / a[0] for a, b in pairs)
     tokens, quarter = case.batch_size * case.seq_len, len(ratios) // 4
     return {
-        "ours": tokens / statistics.median(a for a, _ in pairs),
-        "plain": tokens / statistics.median(b for _, b in pairs),
+        "ours": tokens / statistics.median(a[0] for a, _ in pairs),
+        "plain": tokens / statistics.median(b[0] for _, b in pairs),
         "ratio": statistics.median(ratios),
+        "processor_ratio": statistics.median(b[1] / a[1] for a, b in pairs),
         "low": ratios[quarter],
         "high": ratios[-1 - quarter],
         "difference": difference,

@@ -47,9 +47,7 @@ def test_what_a_killed_build_left_is_never_used(tmp_path: Path) -> None:
 
 def test_unwritable_cache_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(
-        ValueError, match=r"data cache .* cannot be written.*data\.cache_dir"
-    ) as error:
+    with pytest.raises(ValueError, match=r"data cache .* cannot be written.*data\.cache_dir") as error:
         cached(tmp_path / "file" / "key", lambda directory: None, read)
     assert "\n" not in str(error.value)
 

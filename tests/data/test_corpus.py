@@ -26,9 +26,7 @@ def split_texts(split: TokenSplit, tokenizer: Tokenizer) -> list[str]:
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_splits_are_disjoint_and_lose_nothing(
-    data_config: Callable[..., DataConfig], tokenizer: str
-) -> None:
+def test_splits_are_disjoint_and_lose_nothing(data_config: Callable[..., DataConfig], tokenizer: str) -> None:
     config = data_config(tokenizer=tokenizer, vocab_size=300)
     data = open_data(config)
     (corpus,) = data.corpora
@@ -59,9 +57,7 @@ def test_each_side_gets_a_document() -> None:
         assert not held_out_documents(["a", "b"], 0.0, seed).any()
 
 
-def test_one_document_cannot_be_held_out(
-    tmp_path: Path, data_config: Callable[..., DataConfig]
-) -> None:
+def test_one_document_cannot_be_held_out(tmp_path: Path, data_config: Callable[..., DataConfig]) -> None:
     (tmp_path / "a.txt").write_text("only one")
     source = str(tmp_path / "a.txt")
     with pytest.raises(ValueError, match=r"holds 1 document.*or held_out: 0"):
@@ -79,9 +75,7 @@ def test_tokenizer_is_trained_on_training_documents_only(
         (tmp_path / "two" / name).write_text(f"word{name} " * 50)
     data = open_data(data_config((str(tmp_path / "two"),), tokenizer="bpe", vocab_size=300))
     trained, unseen = ("b", "a") if data.corpora[0].survey.held_out[0] else ("a", "b")
-    assert len(data.tokenizer.encode(f"word{trained}")) < len(
-        data.tokenizer.encode(f"word{unseen}")
-    )
+    assert len(data.tokenizer.encode(f"word{trained}")) < len(data.tokenizer.encode(f"word{unseen}"))
 
 
 def test_max_documents_counts_each_corpus(
@@ -114,9 +108,7 @@ def contents(directory: Path) -> dict[Path, tuple[int, bytes]]:
     return {path: (path.stat().st_ino, path.read_bytes()) for path in files}
 
 
-def test_second_open_reuses_the_cache(
-    data_config: Callable[..., DataConfig], tmp_path: Path
-) -> None:
+def test_second_open_reuses_the_cache(data_config: Callable[..., DataConfig], tmp_path: Path) -> None:
     config = data_config(tokenizer="bpe", vocab_size=300)
     first = open_data(config)
     before = contents(tmp_path / "cache")
@@ -134,17 +126,12 @@ def test_changed_text_is_not_served_from_the_cache(data_config: Callable[..., Da
     path.write_text(text.swapcase())
     second = open_data(config)
     assert second.fingerprint["corpora"] != first.fingerprint["corpora"]
-    sides = [
-        split_texts(s, second.tokenizer)
-        for s in (second.corpora[0].train, second.corpora[0].held_out)
-    ]
+    sides = [split_texts(s, second.tokenizer) for s in (second.corpora[0].train, second.corpora[0].held_out)]
     assert text.swapcase() in sides[0] + sides[1]
 
 
 @pytest.mark.parametrize("changes", [{"seed": 3}, {"held_out": 0.6}])
-def test_another_split_is_not_served_from_the_cache(
-    data_config: Callable[..., DataConfig], changes: dict
-) -> None:
+def test_another_split_is_not_served_from_the_cache(data_config: Callable[..., DataConfig], changes: dict) -> None:
     config = data_config(tokenizer="bpe", vocab_size=300)
     first = open_data(config)
     second = open_data(replace(config, **changes))
@@ -156,9 +143,7 @@ def test_another_split_is_not_served_from_the_cache(
     assert second.tokenizer.to_json() != first.tokenizer.to_json()
 
 
-@pytest.mark.parametrize(
-    "name", ["train.npy", "held_out.npy", "train_offsets.npy", "tokenizer.json"]
-)
+@pytest.mark.parametrize("name", ["train.npy", "held_out.npy", "train_offsets.npy", "tokenizer.json"])
 @pytest.mark.parametrize("left", [0, 0.5, None])
 def test_damaged_cache_is_rebuilt(
     data_config: Callable[..., DataConfig], tmp_path: Path, name: str, left: float | None
@@ -194,17 +179,14 @@ def test_two_processes_build_one_cache(corpus_dir: Callable[..., str], tmp_path:
     source = corpus_dir(documents=60, words=400)
     arguments = [source, str(tmp_path / "cache"), str(tmp_path / "go")]
     racers = [
-        subprocess.Popen([sys.executable, "-c", RACE, *arguments], stdout=-1, stderr=-1, text=True)
-        for _ in range(2)
+        subprocess.Popen([sys.executable, "-c", RACE, *arguments], stdout=-1, stderr=-1, text=True) for _ in range(2)
     ]
     assert [racer.stdout.readline() for racer in racers if racer.stdout] == ["ready\n"] * 2
     (tmp_path / "go").touch()
     outputs = [racer.communicate(timeout=60) for racer in racers]
     assert [racer.returncode for racer in racers] == [0, 0], outputs
     assert outputs[0][0] == outputs[1][0] != ""
-    kinds = sorted(
-        path.name.split("-")[0] for path in (tmp_path / "cache").iterdir() if path.is_dir()
-    )
+    kinds = sorted(path.name.split("-")[0] for path in (tmp_path / "cache").iterdir() if path.is_dir())
     assert kinds == ["tokenizer", "tokens"]
 
 
@@ -225,9 +207,7 @@ def test_tokenizer_file_is_loaded_or_refused(
         open_data(data_config(sources, tokenizer="missing.json"))
 
 
-def test_missing_corpus_leaves_no_cache(
-    tmp_path: Path, data_config: Callable[..., DataConfig]
-) -> None:
+def test_missing_corpus_leaves_no_cache(tmp_path: Path, data_config: Callable[..., DataConfig]) -> None:
     with pytest.raises(ValueError, match="does not exist"):
         open_data(data_config((str(tmp_path / "none"),)))
     assert not (tmp_path / "cache").exists()
@@ -235,8 +215,6 @@ def test_missing_corpus_leaves_no_cache(
 
 def test_built_in_corpus_opens(tmp_path: Path) -> None:
     corpora = (CorpusConfig("stdlib"),)
-    config = DataConfig(
-        corpora, 64, 2, vocab_size=300, held_out=0.2, max_documents=8, cache_dir=str(tmp_path)
-    )
+    config = DataConfig(corpora, 64, 2, vocab_size=300, held_out=0.2, max_documents=8, cache_dir=str(tmp_path))
     data = open_data(config)
     assert data.num_train_tokens > 1000 and data.vocab_size == 300

@@ -35,9 +35,7 @@ def test_batches_have_the_promised_shape(data_config: Callable[..., DataConfig])
 
 
 @pytest.mark.parametrize("steps", [0, 1, 7])
-def test_resume_gives_exactly_the_next_batch(
-    data_config: Callable[..., DataConfig], steps: int
-) -> None:
+def test_resume_gives_exactly_the_next_batch(data_config: Callable[..., DataConfig], steps: int) -> None:
     config = data_config()
     whole = list(open_data(config).train(steps=12))
     interrupted = open_data(config).train()
@@ -50,15 +48,11 @@ def test_resume_gives_exactly_the_next_batch(
     resumed.restore(state)
     assert resumed.state() == state
     assert_batches_equal(list(resumed), whole[steps:])
-    assert_batches_equal(
-        list(open_data(config).train(start_step=steps, steps=2)), whole[steps:][:2]
-    )
+    assert_batches_equal(list(open_data(config).train(start_step=steps, steps=2)), whole[steps:][:2])
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_processes_together_hold_the_global_batch(
-    data_config: Callable[..., DataConfig], processes: int
-) -> None:
+def test_processes_together_hold_the_global_batch(data_config: Callable[..., DataConfig], processes: int) -> None:
     data = open_data(data_config())
     whole = list(data.train(steps=6))
     shares = np.arange(4).reshape(-1, processes).T  # strided, so that order is tested too
@@ -92,9 +86,7 @@ def test_an_epoch_holds_every_full_row_once(data_config: Callable[..., DataConfi
         assert sorted(batch["tokens"][0].tolist() for batch in epoch) == sorted(flat)
 
 
-def test_seed_changes_the_order(
-    corpus_dir: Callable[..., str], data_config: Callable[..., DataConfig]
-) -> None:
+def test_seed_changes_the_order(corpus_dir: Callable[..., str], data_config: Callable[..., DataConfig]) -> None:
     sources = (corpus_dir(),)
     orders = []
     for seed in (0, 1):
@@ -103,9 +95,7 @@ def test_seed_changes_the_order(
     assert orders[0] != orders[1]
 
 
-def test_mixture_follows_the_weights(
-    corpus_dir: Callable[..., str], data_config: Callable[..., DataConfig]
-) -> None:
+def test_mixture_follows_the_weights(corpus_dir: Callable[..., str], data_config: Callable[..., DataConfig]) -> None:
     paths = [corpus_dir("one", seed=1), corpus_dir("two", seed=2)]
     corpora = (CorpusConfig(paths[0], 3.0), CorpusConfig(paths[1], 1.0))
     data = open_data(data_config(corpora=corpora, seq_len=64))
@@ -137,10 +127,7 @@ def test_held_out_bytes_are_those_of_the_documents(data_config: Callable[..., Da
     config = data_config(tokenizer="bpe", vocab_size=300)
     data = open_data(config)
     token_bytes = data.tokenizer.token_bytes
-    scored = sum(
-        int((token_bytes[batch["targets"]] * batch["weights"]).sum())
-        for batch in data.held_out_batches(3)
-    )
+    scored = sum(int((token_bytes[batch["targets"]] * batch["weights"]).sum()) for batch in data.held_out_batches(3))
     documents = read_documents(config.corpora[0])
     pairs = zip(documents, data.corpora[0].survey.held_out, strict=True)
     texts = [document.text for document, held_out in pairs if held_out]
@@ -151,10 +138,7 @@ def test_held_out_bytes_are_those_of_the_documents(data_config: Callable[..., Da
 def test_held_out_rows_split_over_processes(data_config: Callable[..., DataConfig]) -> None:
     data = open_data(data_config())
     halves = [list(data.held_out_batches(4, rows=rows)) for rows in ([0, 1], [2, 3])]
-    joined = [
-        {name: np.concatenate([one[name], two[name]]) for name in one}
-        for one, two in zip(*halves, strict=True)
-    ]
+    joined = [{name: np.concatenate([one[name], two[name]]) for name in one} for one, two in zip(*halves, strict=True)]
     assert_batches_equal(joined, data.held_out_batches(4))
 
 
@@ -178,9 +162,7 @@ def test_text_shorter_than_a_batch_still_trains(data_config: Callable[..., DataC
         ({"max_documents": 5}, "corpora was"),
     ],
 )
-def test_state_of_other_data_is_refused(
-    data_config: Callable[..., DataConfig], changes: dict, name: str
-) -> None:
+def test_state_of_other_data_is_refused(data_config: Callable[..., DataConfig], changes: dict, name: str) -> None:
     config = data_config()
     with open_data(config).train() as loader:
         next(loader)

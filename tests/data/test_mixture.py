@@ -32,11 +32,7 @@ def test_an_epoch_holds_each_row_once(rows: int) -> None:
 
 
 def test_neighbouring_seeds_share_no_epoch() -> None:
-    orders = [
-        tuple(ids([corpus(0, 17)], [1.0], seed, 68)[17 * e :][:17])
-        for seed in (0, 1)
-        for e in range(4)
-    ]
+    orders = [tuple(ids([corpus(0, 17)], [1.0], seed, 68)[17 * e :][:17]) for seed in (0, 1) for e in range(4)]
     assert len(set(orders)) == 8
 
 

@@ -32,9 +32,7 @@ def odd_texts(number: int) -> list[str]:
     pools = [[*range(0, 0x250)], [*range(0x300, 0x370)], [*range(0x2000, 0x2070), 0x2581, 0xFEFF]]
     pools += [[*range(0x1F600, 0x1F650), 0x10FFFF, 0x200D], [9, 10, 13, 32, 32, 32, 0xA0, 0x3000]]
     characters = [chr(code) for pool in pools for code in pool]
-    pieces = [*characters, END_OF_TEXT, "</s>", "the cat", "  ", "\r\n"] + list(
-        "<|endoftext|>"
-    ) * 20
+    pieces = [*characters, END_OF_TEXT, "</s>", "the cat", "  ", "\r\n"] + list("<|endoftext|>") * 20
     return ["".join(random.choice(pieces, int(random.integers(0, 40)))) for _ in range(number)]
 
 
@@ -109,15 +107,11 @@ def test_added_words_and_nfc_are_counted_exactly() -> None:
     backend.normalizer = normalizers.NFC()
     tokenizer = Tokenizer(backend)
     ids = tokenizer.encode("in \u6771\u4eac e\u0301")
-    assert len(ids) == 7 and tokenizer.token_bytes[ids].sum() == len(
-        "in \u6771\u4eac \u00e9".encode()
-    )
+    assert len(ids) == 7 and tokenizer.token_bytes[ids].sum() == len("in \u6771\u4eac \u00e9".encode())
 
 
 def sentencepiece_like() -> Backend:
-    backend = Backend(
-        models.BPE(vocab={"\u2581a": 0, "a": 1, "\u2581": 2}, merges=[("\u2581", "a")])
-    )
+    backend = Backend(models.BPE(vocab={"\u2581a": 0, "a": 1, "\u2581": 2}, merges=[("\u2581", "a")]))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     backend.add_special_tokens(["</s>"])

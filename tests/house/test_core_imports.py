@@ -18,8 +18,7 @@ def test_other_packages_are_imported_inside_functions() -> None:
         f"{module.name}:{imported.line} imports {imported.target} at import time"
         for module in source.modules()
         for imported in source.imports(module)
-        if imported.at_import_time
-        and imported.target.partition(".")[0] not in CORE | sys.stdlib_module_names
+        if imported.at_import_time and imported.target.partition(".")[0] not in CORE | sys.stdlib_module_names
     ]
     assert not eager, "\n".join(eager)
 

@@ -34,9 +34,7 @@ def test_modules_and_public_names_have_docstrings() -> None:
     assert not missing, "without docstring:\n" + "\n".join(missing)
 
 
-WITH_EXAMPLES = [
-    module.name for module in source.modules() if ">>> " in module.path.read_text(encoding="utf-8")
-]
+WITH_EXAMPLES = [module.name for module in source.modules() if ">>> " in module.path.read_text(encoding="utf-8")]
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)

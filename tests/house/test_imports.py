@@ -75,8 +75,7 @@ def test_imports_point_to_lower_ranks() -> None:
             area, rank = _area(imported.target), RANKS.get(module.area, 0)
             if area != module.area and RANKS[area] >= rank:
                 wrong.append(
-                    f"{module.name}:{imported.line} (rank {rank}) imports "
-                    f"{imported.target} (rank {RANKS[area]})"
+                    f"{module.name}:{imported.line} (rank {rank}) imports {imported.target} (rank {RANKS[area]})"
                 )
     assert not wrong, "\n".join(wrong)
 
@@ -91,9 +90,7 @@ def test_other_packages_come_through_their_door() -> None:
                 continue
             doors = DOORS.get(package, set())
             if not any(inner == door or inner.startswith(f"{door}.") for door in doors):
-                place = (
-                    f"only in {', '.join(sorted(doors))}" if doors else "nowhere: it has no door"
-                )
+                place = f"only in {', '.join(sorted(doors))}" if doors else "nowhere: it has no door"
                 wrong.append(f"{module.name}:{imported.line} imports {package}, allowed {place}")
     assert not wrong, "\n".join(wrong)
 

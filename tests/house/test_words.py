@@ -39,11 +39,7 @@ def test_the_readme_tree_names_only_what_exists() -> None:
 
 def test_the_readme_tree_names_all_of_the_package() -> None:
     named = {path.rstrip("/") for path in _tree_of_readme()}
-    entries = {
-        f"jaxpp/{entry.name}"
-        for entry in os.scandir(source.ROOT / "jaxpp")
-        if entry.name != "__pycache__"
-    }
+    entries = {f"jaxpp/{entry.name}" for entry in os.scandir(source.ROOT / "jaxpp") if entry.name != "__pycache__"}
     assert not entries - named, f"missing in README.md's tree: {sorted(entries - named)}"
 
 

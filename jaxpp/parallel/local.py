@@ -1,0 +1,43 @@
+"""Run a function on each device's own shard: the door for kernels that the compiler cannot split by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+
+from jaxpp.parallel.execution import active_layout
+
+
+def per_shard(
+    function: Callable[..., jax.Array], arguments: Sequence[jax.Array], dims: Sequence[str], result: str
+) -> jax.Array:
+    """Apply `function` to every device's shards of the arguments, as they are laid out inside a block.
+
+    The function must not mix elements along a split dim: every shard is on its own.
+
+    Args:
+        function: takes and returns local shards.
+        arguments: arrays.
+        dims: the dims of each, e.g. ``"batch seq heads head_dim"``.
+        result: the dims of the result.
+
+    Raises:
+        ValueError: a dim does not divide over its axes.
+
+    Cost: none, if the arguments are laid out so already.
+    """
+    layout = active_layout()
+    if layout is None:
+        return function(*arguments)
+    for x, names in zip(arguments, dims, strict=True):
+        layout.sharding(names.split(), x.shape, "inside", f"activation {names}")
+    specs = tuple(layout.spec(names.split(), "inside") for names in dims)
+    shard = jax.shard_map(
+        function,
+        mesh=layout.mesh,
+        in_specs=specs,
+        out_specs=layout.spec(result.split(), "inside"),
+        check_vma=False,  # kernels do not say how their results vary; differentiation happens outside
+    )
+    return shard(*arguments)
