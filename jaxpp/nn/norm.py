@@ -34,6 +34,7 @@ class Norm(nnx.Module):
         wide = x.astype(jnp.float32)
         if self.kind == "layer":
             wide = wide - wide.mean(-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.epsilon)
+        # not jnp.square: under a scan its backward pass keeps one more fp32 copy of the stream
+        wide = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + self.epsilon)
         y = wide.astype(x.dtype) * in_use(self.scale).astype(x.dtype)
         return y if self.bias is None else y + in_use(self.bias).astype(x.dtype)

@@ -152,4 +152,4 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 def global_norm(grads: Any) -> jax.Array:
     """Return the square root of the sum of squares over all leaves, in fp32."""
-    return optax.global_norm(jax.tree.map(lambda g: g.astype("float32"), grads))
+    return optax.tree.norm(jax.tree.map(lambda g: g.astype("float32"), grads))
