@@ -202,6 +202,15 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         if jax.process_index() == 0:
             files.remove(self.directory / str(step))
 
+    def set_aside(self, step: int) -> epath.Path | None:
+        """Move the steps newer than `step`, if any, to ``aside-N/`` beside them, where they no longer count.
+
+        Returns:
+            Where they lie; only the first process moves them.
+        """
+        self.wait()
+        return files.set_aside(self.directory, step) if jax.process_index() == 0 else None
+
     def steps(self) -> list[int]:
         """List the steps whose save was completed, oldest first."""
         return files.complete_steps(self.directory)
@@ -249,13 +258,19 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         wanted = {name: leaves.as_stored(leaf) for name, leaf in targets.items()}
         leaves.check_shardings(wanted)
         directory = self._opened(step)
-        entries = self._entries(directory, prefix)
-        if lines := differences(entries, wanted):
-            count = f"{len(lines)} differences: {files.listed(lines)}"
-            raise ValueError(f"checkpoint {directory} does not fit, {count}")
+        entries = self._fitting(directory, wanted, prefix)
         arrays = self._read(directory, entries, ocp.checkpoint_utils.construct_restore_args(wanted))
         restored = [leaves.as_wanted(arrays[name], leaf) for name, leaf in targets.items()]
         return jax.tree.unflatten(jax.tree.structure(like), restored)
+
+    def check(self, step: int, like: Any, *, prefix: str = "") -> None:
+        """Refuse, from metadata alone, a step that `restore` could not put into `like`.
+
+        Raises:
+            ValueError: no such step; names, shapes or dtypes differ; files are missing or cut.
+        """
+        wanted = {name: leaves.as_stored(leaf) for name, leaf in leaves.named_arrays(like, prefix).items()}
+        self._fitting(self._opened(step), wanted, prefix)
 
     def restore_numpy(self, step: int, prefix: str = "") -> dict[str, np.ndarray]:
         """Return every array of `step` under `prefix`, whole, by its full name."""
@@ -267,6 +282,13 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def _opened(self, step: int) -> epath.Path:
         self.wait()
         return files.intact(self.directory, step)
+
+    def _fitting(self, directory: epath.Path, wanted: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        entries = self._entries(directory, prefix)
+        if lines := differences(entries, wanted):
+            count = f"{len(lines)} differences: {files.listed(lines)}"
+            raise ValueError(f"checkpoint {directory} does not fit, {count}")
+        return entries
 
     def _entries(self, directory: epath.Path, prefix: str) -> dict[str, Any]:
         """Read the metadata of the arrays under `prefix`, by name."""

@@ -8,6 +8,7 @@ Works on any path that `etils.epath` knows (local disks, ``gs://``). Does not kn
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -154,6 +155,19 @@ def remove(step_directory: epath.Path) -> None:
     """Remove a step; if interrupted, what is left does not count as a checkpoint."""
     (step_directory / _INVENTORY).unlink(missing_ok=True)
     step_directory.rmtree()
+
+
+def set_aside(directory: epath.Path, step: int) -> epath.Path | None:
+    """Move the steps newer than `step` into a new directory ``aside-N/``; None if there is none."""
+    newer = [one for one in complete_steps(directory) if one > step]
+    if not newer:
+        return None
+    number = next(n for n in itertools.count(1) if not (directory / f"aside-{n}").exists())
+    aside = directory / f"aside-{number}"
+    aside.mkdir()
+    for one in newer:
+        (directory / str(one)).rename(aside / str(one))
+    return aside
 
 
 def remove_old(directory: epath.Path, keep: int, saved: int) -> None:

@@ -11,14 +11,17 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
+
 from jaxpp import runtime
+from jaxpp.cluster import detect_cluster
 
 OVERRIDES = "settings such as train.num_steps=20 plan.mesh='data:2 tensor:4' (--key value works too)"
 
 
 def _prepare(cpu_devices: int) -> None:
     """Start the processes, with made-up CPU devices where asked for and where no launcher has set them."""
-    if cpu_devices and runtime.detect_cluster(os.environ) is None:
+    if cpu_devices and detect_cluster(os.environ) is None:
         runtime.fake_devices(cpu_devices)
     runtime.initialize()
 
@@ -165,17 +168,24 @@ def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = _split(_parser(), sys.argv[1:] if words is None else words)
+    code = _run(arguments)
+    if code and jax.distributed.is_initialized():
+        runtime.leave(code)  # at once: the others may be waiting for this process
+    return code
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         return arguments.function(arguments)
-    except ValueError as error:
-        if os.environ.get("JAXPP_TRACEBACK"):
-            raise
-        return _fail(str(error), 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (ValueError, OSError) as error:  # OSError: a full disk, a process that did not come
+        if os.environ.get("JAXPP_TRACEBACK"):
+            raise
+        return _fail(str(error), 2 if isinstance(error, ValueError) else 1)
 
 
 if __name__ == "__main__":

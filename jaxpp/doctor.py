@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpp import runtime
+from jaxpp.cluster import detect_cluster, slurm_local_devices
 
 # Package -> lowest version, version no longer supported, is it needed by `import jaxpp`?
 PACKAGES: dict[str, tuple[str, str, bool]] = {
@@ -165,7 +166,7 @@ def gpu_visibility(environment: Mapping[str, str]) -> Finding:
     on_node = environment.get("SLURM_GPUS_ON_NODE")
     if on_node is None:
         return Finding("visible GPUs", "ok", "all" if visible is None else repr(visible))
-    taken = runtime.slurm_local_devices(environment)
+    taken = slurm_local_devices(environment)
     if visible == "" or not taken:
         fix = "ask for --gpus-per-node in sbatch and do not empty CUDA_VISIBLE_DEVICES"
         return Finding("visible GPUs", "fail", f"none of SLURM's {on_node} for this task", fix)
@@ -174,7 +175,7 @@ def gpu_visibility(environment: Mapping[str, str]) -> Finding:
 
 def _coordinator(environment: Mapping[str, str]) -> list[Finding]:
     try:
-        cluster = runtime.detect_cluster(environment)
+        cluster = detect_cluster(environment)
     except ValueError as error:
         return [Finding("coordinator", "fail", str(error), "correct these variables")]
     if cluster is None:

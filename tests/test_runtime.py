@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxpp import cluster as clusters
 from jaxpp import runtime
 from tests.test_launch import start
 
@@ -40,7 +41,7 @@ def test_two_processes_reduce_transfer_and_agree(tmp_path: Path) -> None:
     out, err = process.communicate()
     assert process.returncode == 0, err
     assert "the seed differs between processes: process 1" in out
-    assert [line for line in out.splitlines() if "[Gloo]" not in line][-2:] == ["2 True 4", "[6.0]"]
+    assert "2 True 4" in out and "[6.0]" in out
 
 
 @pytest.mark.timeout(120)
@@ -78,22 +79,22 @@ SLURM = {"SLURM_GPUS_ON_NODE": "8", "SLURM_LOCALID": "1"}
     ],
 )
 def test_slurm_tasks_take_their_gpus(variables: dict, expected: list[int] | None) -> None:
-    assert runtime.slurm_local_devices(SLURM | variables) == expected
+    assert clusters.slurm_local_devices(SLURM | variables) == expected
 
 
 def test_detection() -> None:
-    assert runtime.detect_cluster({}) is None
+    assert clusters.detect_cluster({}) is None
     ours = {
         "JAXPP_COORDINATOR_ADDRESS": "127.0.0.1:1",
         "JAXPP_NUM_PROCESSES": "2",
         "JAXPP_PROCESS_ID": "1",
     }
-    cluster = runtime.detect_cluster(ours)
+    cluster = clusters.detect_cluster(ours)
     assert cluster is not None and cluster.arguments["process_id"] == 1
     with pytest.raises(ValueError, match="without JAXPP_NUM_PROCESSES"):
-        runtime.detect_cluster({"JAXPP_COORDINATOR_ADDRESS": "127.0.0.1:1"})
+        clusters.detect_cluster({"JAXPP_COORDINATOR_ADDRESS": "127.0.0.1:1"})
     with pytest.raises(ValueError, match="ids run from 0"):
-        runtime.detect_cluster(ours | {"JAXPP_PROCESS_ID": "2"})
+        clusters.detect_cluster(ours | {"JAXPP_PROCESS_ID": "2"})
 
 
 def test_fake_devices_after_the_start_must_match() -> None:

@@ -20,6 +20,8 @@ class CheckpointConfig:
     keep: int = 3  # newest checkpoints kept
     save: Literal["async", "sync"] = "async"  # write in the background, or wait
     step: int = -1  # step to resume from; -1: the newest, or the start where there is none
+    # Going back to an older step moves the newer ones, with metrics.jsonl, to checkpoints/aside-N/: they no longer
+    # count, and nothing is deleted. The same command run again, after a kill say, goes on from its own newest step.
 
     def __post_init__(self) -> None:
         for name in ("every", "keep"):

@@ -5,17 +5,21 @@ What the user can get wrong is refused here, before any compile, and before anyt
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
 from jaxpp import config as configs
-from jaxpp import dims, runtime, tree
+from jaxpp import dims, runtime
 from jaxpp.checkpoint import Checkpoints
 from jaxpp.data import Data, Tokenizer, open_data
+from jaxpp.data.corpus import find_tokenizer
 from jaxpp.data.loader import TrainLoader
 from jaxpp.nn.attention import check_kernel
 from jaxpp.nn.stack import remat_policy
@@ -104,36 +108,88 @@ def check_vocabulary(run: Run, vocab_size: int) -> None:
         )
 
 
-def _make_directory(path: Path) -> None:
+@contextlib.contextmanager
+def _made(path: Path) -> Iterator[None]:
+    """Make a directory; if what follows fails, remove again what is new."""
     try:
+        new = [one for one in (path, *path.parents) if not one.exists()]
         path.mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK):
+        if not os.access(path.parent, os.W_OK):
             raise PermissionError(13, "no permission to write")
     except OSError as error:
         raise ValueError(
-            f"directory {path} cannot be written ({error.strerror}); choose another with directory="
+            f"directory {path.parent} cannot be written ({error.strerror}); choose another with directory="
         ) from None
+    try:
+        yield
+    except BaseException:
+        for one in new:
+            with contextlib.suppress(OSError):  # not empty: it holds something to keep
+                one.rmdir()
+        raise
 
 
 def _chosen_step(run: Run, checkpoints: Checkpoints) -> int | None:
-    if run.checkpoint.step < 0:
-        return checkpoints.latest()
-    if run.checkpoint.step not in checkpoints.steps():
-        held = ", ".join(map(str, checkpoints.steps())) or "none"
-        raise ValueError(
-            f"checkpoint.step {run.checkpoint.step} is not in {run.directory}/checkpoints; steps there: {held}"
-        )
-    return run.checkpoint.step
+    """Return the step to start from, None for the start.
+
+    Where the newest step was itself saved under this ``checkpoint.step``, the run went back before: it goes on.
+    """
+    steps, wanted = checkpoints.steps(), run.checkpoint.step
+    if wanted < 0 or (steps and _wanted_then(checkpoints, steps[-1]) == wanted):
+        return steps[-1] if steps else None
+    if wanted not in steps:
+        held = ", ".join(map(str, steps)) or "none"
+        raise ValueError(f"checkpoint.step {wanted} is not in {run.directory}/checkpoints; steps there: {held}")
+    return wanted
 
 
-def _check_fits(checkpoints: Checkpoints, step: int, state: TrainState) -> None:
-    lines = tree.differences(checkpoints.contents(step), tree.named_leaves(state))
-    if lines:
-        raise ValueError(f"checkpoint: {lines[:6]}")
+def _wanted_then(checkpoints: Checkpoints, step: int) -> int | None:
+    try:
+        return configs.parse(checkpoints.texts(step)["config.yaml"], "config.yaml")["checkpoint"]["step"]
+    except ValueError:  # damaged: one may want to go back behind it
+        return None
 
 
-def _saved_tokenizer(texts: dict[str, str]) -> Tokenizer | None:
-    return Tokenizer.from_json(texts["tokenizer.json"]) if "tokenizer.json" in texts else None
+def _check_fits(run: Run, program: Program, checkpoints: Checkpoints, step: int, changes: Sequence[str]) -> None:
+    """Refuse a checkpoint of another model, optimizer or tokenizer.
+
+    Raises:
+        ValueError: names the changed settings, old -> new, and the arrays that do not fit.
+    """
+    advice = f"set it back, or start anew with another directory= than {run.directory}"
+    try:
+        checkpoints.check(step, program.abstract_state)
+    except ValueError as error:
+        causes = [line for line in changes if line.startswith(("model.", "optimizer."))]
+        if not causes:
+            raise
+        raise ValueError(f"not the model of the checkpoint: {'; '.join(causes)}; {advice}; {error}") from None
+    keys = ("data.tokenizer:", "data.vocab_size:") if run.data.tokenizer == "bpe" else ("data.tokenizer:",)
+    if causes := [line for line in changes if line.startswith(keys)]:
+        raise ValueError(f"not the tokenizer of the checkpoint: {'; '.join(causes)}; {advice}")
+
+
+def _open_data(run: Run, texts: Mapping[str, str]) -> Data:
+    tokenizer = Tokenizer.from_json(texts["tokenizer.json"]) if texts else None
+    if tokenizer is None and run.data.tokenizer != "bpe":
+        tokenizer = find_tokenizer(run.data, [])
+    if tokenizer is not None:  # before the corpora are tokenised with it, which takes a while
+        check_vocabulary(run, tokenizer.vocab_size)
+    data = open_data(run.data, tokenizer)
+    if jax.process_count() > 1:
+        runtime.agree(json.dumps(data.fingerprint, sort_keys=True), "the data (corpora and tokenizer)")
+    return data
+
+
+def _set_newer_aside(directory: Path, checkpoints: Checkpoints, step: int) -> list[str]:
+    """Keep what lies beyond the step gone back to, with its metrics, where it no longer counts; say so."""
+    runtime.barrier("all processes have chosen their step")
+    aside = checkpoints.set_aside(step)
+    if aside is None:
+        return []
+    if (directory / "metrics.jsonl").exists():
+        shutil.copy(directory / "metrics.jsonl", Path(aside))
+    return [f"the steps beyond {step} now lie in {aside}"]
 
 
 def open_session(run: Run) -> Session:
@@ -143,34 +199,26 @@ def open_session(run: Run) -> Session:
         ValueError: whatever the user can mend, in one line; nothing on disk has been harmed.
     """
     program = check(run)
-    directory = Path(run.directory)
-    _make_directory(directory)
-    checkpoints = Checkpoints(
-        directory / "checkpoints", keep=run.checkpoint.keep, asynchronous=run.checkpoint.save == "async"
-    )
-    step = _chosen_step(run, checkpoints)
-    texts = checkpoints.texts(step) if step is not None else {}
-    if step is not None:
-        _check_fits(checkpoints, step, program.abstract_state)
-    data = _open_data(run, texts)
-    loader = data.train(program.rows(run.data.batch_size), start_step=step or 0)
-    notes = [f"ignored unfinished checkpoint {name}" for name in checkpoints.incomplete()]
-    if step is None:
-        state = program.init(run.train.seed)
-    else:
-        loader.restore(json.loads(texts["data.json"]))
-        state = checkpoints.restore(step, program.abstract_state)
-        changes = configs.difference(configs.parse(texts["config.yaml"], "config.yaml"), resolved(run))
-        notes += [f"resumed from step {step}", *(f"changed since: {line}" for line in changes)]
+    path = Path(run.directory) / "checkpoints"
+    with _made(path):
+        checkpoints = Checkpoints(path, keep=run.checkpoint.keep, asynchronous=run.checkpoint.save == "async")
+        step = _chosen_step(run, checkpoints)
+        notes = [f"ignored unfinished checkpoint {name}" for name in checkpoints.incomplete()]
+        if step is None:
+            data = _open_data(run, {})
+            loader = data.train(program.rows(run.data.batch_size))
+            state = program.init(run.train.seed)
+        else:
+            texts = checkpoints.texts(step)
+            changes = configs.difference(configs.parse(texts["config.yaml"], "config.yaml"), resolved(run))
+            _check_fits(run, program, checkpoints, step, changes)
+            data = _open_data(run, texts)
+            loader = data.train(program.rows(run.data.batch_size), start_step=step)
+            loader.restore(json.loads(texts["data.json"]))
+            state = checkpoints.restore(step, program.abstract_state)
+            notes += [f"resumed from step {step}", *(f"changed since: {line}" for line in changes)]
+            notes += _set_newer_aside(path.parent, checkpoints, step)
     if runtime.is_main():
-        (directory / "config.yaml").write_text(configs.dump(resolved(run)))
-        (directory / "tokenizer.json").write_text(data.tokenizer.to_json())
+        (path.parent / "config.yaml").write_text(configs.dump(resolved(run)))
+        (path.parent / "tokenizer.json").write_text(data.tokenizer.to_json())
     return Session(run, program, data, loader, state, step or 0, checkpoints, tuple(notes))
-
-
-def _open_data(run: Run, texts: dict[str, str]) -> Data:
-    data = open_data(run.data, _saved_tokenizer(texts))
-    check_vocabulary(run, data.vocab_size)
-    if jax.process_count() > 1:
-        runtime.agree(json.dumps(data.fingerprint, sort_keys=True), "the data (corpora and tokenizer)")
-    return data
