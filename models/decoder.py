@@ -21,6 +21,7 @@ from jaxpp.nn import (
     Mlp,
     Norm,
     cross_entropy,
+    rope,
     run_blocks,
     stack_blocks,
 )
@@ -160,7 +161,9 @@ class Decoder(nnx.Module):
 
     def run(self, x: Float[Array, "batch seq embed"], batch: Batch) -> Float[Array, "batch seq embed"]:
         """Run the stacked blocks; a batch without ``segments`` is one document per row."""
-        return run_blocks(self.blocks, x, Context(batch["positions"], batch.get("segments")))
+        positions, config = batch["positions"], self.config
+        rotary = rope.angles(positions, config.head_dim, config.rope_base) if config.positions == "rope" else None
+        return run_blocks(self.blocks, x, Context(positions, batch.get("segments"), rotary))
 
     def head_weight(self) -> Float[Array, "embed vocab"]:
         """Return the output weights: the head's own, or the table read the other way."""

@@ -44,10 +44,12 @@ class Context:
         positions: ``[batch, seq]`` int32, of each token in its document.
         segments: ``[batch, seq]`` int32, the document of each token, 0 for padding; None when every row is one
             document, which lets fused kernels run without a mask.
+        rotary: cosine and sine of `rope.angles` for all layers, computed once; None: each layer computes its own.
     """
 
     positions: Int[Array, "batch seq"]
     segments: Int[Array, "batch seq"] | None = None
+    rotary: tuple[Float[Array, "batch seq half"], Float[Array, "batch seq half"]] | None = None
 
 
 def document_mask(segments: Int[Array, "batch seq"]) -> Bool[Array, "batch 1 seq seq"]:
@@ -142,7 +144,8 @@ class Attention(nnx.Module):
         k_BTKD = constrain(k_BTKD, "batch seq kv_heads head_dim")
         v_BTKD = constrain(v_BTKD, "batch seq kv_heads head_dim")
         if self.config.rope_base is not None:
-            cosine, sine = rope.angles(context.positions, self.config.head_dim, self.config.rope_base)
+            own = (context.positions, self.config.head_dim, self.config.rope_base)
+            cosine, sine = context.rotary or rope.angles(*own)
             q_BTHD, k_BTKD = rope.rotate(q_BTHD, cosine, sine), rope.rotate(k_BTKD, cosine, sine)
         kernel = KERNELS[choose_kernel(current().attention, x.dtype, x.shape[1], self.config.head_dim)]
         return self.out(constrain(kernel(q_BTHD, k_BTKD, v_BTKD, context), "batch seq heads head_dim"))

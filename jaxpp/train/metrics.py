@@ -91,7 +91,7 @@ def train_line(record: Mapping[str, Any], num_steps: int) -> str:
 
 def evaluation_line(record: Mapping[str, Any]) -> str:
     """Write one evaluation as one line."""
-    bits = "" if record.get("bits_per_byte") is None else f"  bits/byte {record['bits_per_byte']:.4f}"
+    bits = "  bits/byte n/a" if record["bits_per_byte"] is None else f"  bits/byte {record['bits_per_byte']:.4f}"
     return f"eval {record['step']}  loss {record['loss']:.4f}{bits}  tokens {record['tokens']:,.0f}"
 
 
