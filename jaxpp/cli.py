@@ -21,7 +21,8 @@ OVERRIDES = "settings such as train.num_steps=20 plan.mesh='data:2 tensor:4' (--
 
 def _prepare(cpu_devices: int) -> None:
     """Start the processes, with made-up CPU devices where asked for and where no launcher has set them."""
-    if cpu_devices and detect_cluster(os.environ) is None:
+    launched = "JAXPP_COORDINATOR_ADDRESS" in os.environ or detect_cluster(os.environ) is not None
+    if cpu_devices and not launched:
         runtime.fake_devices(cpu_devices)
     runtime.initialize()
 

@@ -94,16 +94,17 @@ class Pieces(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    ("node", "message"),
+    ("shape", "metadata", "message"),
     [
-        (nnx.Param(jnp.zeros((2, 3))), "parameter inner/w of shape (2, 3) has no arrow; write nnx.Param(value, dims="),
-        (nnx.Param(jnp.zeros((2, 3)), dims="-> embed"), 'inner/w: arrow "-> embed" names 1 dims, but the shape (2, 3) has 2'),
-        (nnx.Param(jnp.zeros((2, 3)), dims="embed -> mpl"), 'parameter inner/w: arrow "embed -> mpl": unknown dim "mpl"; did you'),
-        (nnx.Param(jnp.zeros(2), dims="embed"), 'parameter inner/w: arrow "embed": write it'),
+        ((2, 3), {}, "parameter inner/w of shape (2, 3) has no arrow; write nnx.Param(value, dims="),
+        ((2, 3), {"dims": "-> embed"}, 'inner/w: arrow "-> embed" names 1 dims, but the shape (2, 3) has 2'),
+        ((2, 3), {"dims": "embed -> mpl"}, 'inner/w: arrow "embed -> mpl": unknown dim "mpl"; did you mean "mlp"?'),
+        ((2,), {"dims": "embed"}, 'parameter inner/w: arrow "embed": write it'),
     ],
     ids=["none", "rank", "unknown", "syntax"],
-)  # fmt: skip
-def test_a_wrong_weight_names_its_path(node, message):
+)
+def test_a_wrong_weight_names_its_path(shape, metadata, message):
+    node = nnx.Param(jnp.zeros(shape), **metadata)
     with pytest.raises(ValueError) as error:
         dims.arrows(nnx.state(Pieces(w=node)))
     assert message in str(error.value) and "\n" not in str(error.value)

@@ -57,20 +57,31 @@ def generate(
     Raises:
         ValueError: an empty prompt, or a prompt and continuation longer than the model takes.
     """
-    length = len(prompt) + max_new_tokens
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
-    if max_new_tokens < 1 or length > max_positions:
+    length, room = len(prompt) + max_new_tokens, max_positions - len(prompt)
+    if room < 1:
         raise ValueError(
-            f"a prompt of {len(prompt)} tokens leaves room for {max_positions - len(prompt)} new tokens of the model's "
-            f"{max_positions} positions; {max_new_tokens} were asked for"
+            f"the prompt has {len(prompt)} tokens, but the model takes {max_positions} with what it adds; "
+            f"cut the prompt to {max_positions - 1} tokens or fewer"
+        )
+    if not 1 <= max_new_tokens <= room:
+        raise ValueError(
+            f"max_new_tokens {max_new_tokens} after a prompt of {len(prompt)} tokens; the model's {max_positions} "
+            f"positions leave room for 1 to {room}"
         )
     graph, state = nnx.split(model)
+    execution = execution or Execution()
+    # One row for each batch shard, all alike: one row alone does not split over a data or fsdp axis.
+    rows = execution.layout.num_shards("batch", "residual") if execution.layout else 1
 
     @jax.jit
     def following(state: Any, tokens: jax.Array, at: jax.Array) -> jax.Array:
-        with executing(execution or Execution()):
-            batch = {"tokens": tokens[None], "positions": jnp.arange(length)[None]}
+        with executing(execution):
+            batch = {
+                "tokens": jnp.broadcast_to(tokens, (rows, length)),
+                "positions": jnp.broadcast_to(jnp.arange(length), (rows, length)),
+            }
             logits = nnx.merge(graph, state)(batch)[0, at]
             return choose(logits, jax.random.fold_in(jax.random.key(seed), at), temperature, top_k)
 

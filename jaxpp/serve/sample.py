@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -10,9 +11,17 @@ from flax import nnx
 
 from jaxpp.checkpoint import Checkpoints
 from jaxpp.data import Tokenizer
+from jaxpp.mesh import Device, MeshSpec
 from jaxpp.model import ModelConfig
 from jaxpp.parallel import Plan
 from jaxpp.serve.generate import generate
+
+
+def _devices(mesh: str) -> Sequence[Device]:
+    """Return as many devices as a mesh names; all of them where it takes the rest, or more than there are."""
+    spec = MeshSpec.parse(mesh)
+    free = -1 in spec.ici.values()
+    return jax.devices() if free else jax.devices()[: math.prod(map(spec.size, spec.axes))]
 
 
 def restore_model(config: ModelConfig, checkpoints: Checkpoints, step: int, plan: Plan) -> nnx.Module:
@@ -21,7 +30,7 @@ def restore_model(config: ModelConfig, checkpoints: Checkpoints, step: int, plan
     Raises:
         ValueError: the weights do not fit the config, or the config the mesh.
     """
-    layout = plan.layout(jax.devices()[:1] if plan.mesh == "data:1" else None)
+    layout = plan.layout(_devices(plan.mesh))
     graph, params, other = nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))), nnx.Param, ...)
     layout.check(params)
     like = jax.tree.map(
@@ -49,7 +58,7 @@ def sample(
         directory: that holds the steps.
         step: which one.
         prompt: text, not empty.
-        mesh: where the weights go; ``"data:1"`` is one device.
+        mesh: where the weights go: on the first devices, as many as it names.
         max_new_tokens: most tokens to add.
         temperature: 0 is greedy.
         top_k: 0: no cut.
@@ -63,7 +72,7 @@ def sample(
     plan = Plan(mesh=mesh)
     model = restore_model(config, checkpoints, step, plan)
     ids = tokenizer.encode(prompt)
-    execution = plan.execution(plan.layout(jax.devices()[:1] if mesh == "data:1" else None))
+    execution = plan.execution(plan.layout(_devices(mesh)))
     tokens = generate(
         model, [int(i) for i in ids], max_new_tokens, max_positions=config.max_positions, temperature=temperature,
         top_k=top_k, seed=seed, end_of_text=tokenizer.end_of_text, execution=execution,

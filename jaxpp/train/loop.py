@@ -24,7 +24,7 @@ from jaxpp.train.stop import StopSignal
 
 
 class Diverged(ArithmeticError):
-    """The loss or the gradient is not finite; the last checkpoint is from before."""
+    """The loss, the gradient or a weight is not finite; the last checkpoint is from before."""
 
 
 class Trainer:
@@ -48,7 +48,7 @@ class Trainer:
 
         Raises:
             ValueError: the config does not fit itself, the devices, the data or the checkpoint.
-            Diverged: the loss or the gradient is not finite.
+            Diverged: the loss, the gradient or a weight is not finite.
         """
         with _Loop(open_session(self.run)) as loop:
             return loop.run()
@@ -124,11 +124,7 @@ class _Loop:
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            kept = self.session.checkpoints.latest()
-            raise Diverged(
-                f"step {step}: loss {loss}, gradient norm {norm}; training stopped, "
-                + (f"the checkpoint of step {kept} is from before" if kept is not None else "nothing was saved yet")
-            )
+            raise self._diverged(f"step {step}: loss {loss}, gradient norm {norm}")
         if step % self.config.train.log_every == 0 or step == self.config.train.num_steps:
             record = {
                 "step": step,
@@ -143,6 +139,10 @@ class _Loop:
             self._write("train", record)
         self.console.advance(step)
 
+    def _diverged(self, what: str) -> Diverged:
+        kept = f"the checkpoint of step {self.saved} is from before" if self.saved >= 0 else "nothing was saved yet"
+        return Diverged(f"{what}; training stopped, {kept}")
+
     def _write(self, kind: str, record: dict[str, Any]) -> None:
         if self.log is not None:
             self.log.write(kind, record)
@@ -151,6 +151,8 @@ class _Loop:
         """Save the state, its step known to be finite; a step that is on disk already is left alone."""
         self._report()
         if self.saved != self.step:
+            if not self.session.program.is_finite(self.state):
+                raise self._diverged(f"step {self.step}: a weight is not finite after the update")
             self.session.checkpoints.save(self.step, self.state, self.session.texts(self.step))
             self.saved = self.step
         self._clock = time.perf_counter()

@@ -211,6 +211,16 @@ class Program:
         jitted = jax.jit(compute, out_shardings=self.layout.replicated())
         return lambda state, batch: jitted(state.params, state.other, batch)
 
+    @cached_property
+    def is_finite(self) -> Any:
+        """The jitted ``state -> bool``: every weight is finite. Cost: reads the weights once, reduces one bool."""
+
+        def compute(params: Any) -> jax.Array:
+            return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all()
+
+        jitted = jax.jit(compute, out_shardings=self.layout.replicated())
+        return lambda state: jitted(state.params)
+
     def rows(self, batch_size: int) -> list[int]:
         """List the rows of a global batch that this process's devices need."""
         sharding = self.layout.batch_sharding(1)

@@ -154,7 +154,7 @@ def _check_fits(run: Run, program: Program, checkpoints: Checkpoints, step: int,
     """Refuse a checkpoint of another model, optimizer or tokenizer.
 
     Raises:
-        ValueError: names the changed settings, old -> new, and the arrays that do not fit.
+        ValueError: names the changed settings, old -> new, and an array that does not fit.
     """
     advice = f"set it back, or start anew with another directory= than {run.directory}"
     try:
@@ -163,7 +163,8 @@ def _check_fits(run: Run, program: Program, checkpoints: Checkpoints, step: int,
         causes = [line for line in changes if line.startswith(("model.", "optimizer."))]
         if not causes:
             raise
-        raise ValueError(f"not the model of the checkpoint: {'; '.join(causes)}; {advice}; {error}") from None
+        example = str(error).partition("; ")[0]
+        raise ValueError(f"not the model of the checkpoint: {'; '.join(causes)}; {advice}; {example}") from None
     keys = ("data.tokenizer:", "data.vocab_size:") if run.data.tokenizer == "bpe" else ("data.tokenizer:",)
     if causes := [line for line in changes if line.startswith(keys)]:
         raise ValueError(f"not the tokenizer of the checkpoint: {'; '.join(causes)}; {advice}")

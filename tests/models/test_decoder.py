@@ -72,7 +72,12 @@ def test_presets_fit_a_tensor_axis_where_their_dims_divide(size, num_shards):
     config = DecoderConfig(**SIZES[size])
     layout = Plan(mesh=f"data:{8 // num_shards} tensor:{num_shards}").layout()
     params = nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))), nnx.Param, ...)[1]
-    split = {"heads": config.num_heads, "kv_heads": config.num_kv_heads, "mlp": config.mlp_dim, "vocab": config.vocab_size}
+    split = {
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "mlp": config.mlp_dim,
+        "vocab": config.vocab_size,
+    }
     wrong = [dim for dim, n in split.items() if n % num_shards]
     if not wrong:
         layout.check(params)
@@ -97,14 +102,7 @@ def test_a_block_adds_attention_then_mlp_and_the_head_reads_the_norm():
         x = model.tokens.table[...][batch["tokens"]]
         graph, stacked = nnx.split(model.blocks)
         for i in range(CONFIG.num_layers):
-            one = jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
-            block = nnx.merge(graph, tree.map_named(lambda _, node: node.get_value(), one))
-            for part in (block.attention, block.mlp):
-                for linear in nnx.iter_graph(part):
-                    if isinstance(linear[1], nnx.Param):
-                        linear[1].set_metadata(dims=linear[1].get_metadata()["dims"].removeprefix("layers | "))
-            for norm in (block.attention_norm, block.mlp_norm):
-                norm.scale.set_metadata(dims="-> embed")
+            block = nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
             x = x + block.attention(block.attention_norm(x), Context(batch["positions"], batch["segments"]))
             x = x + block.mlp(block.mlp_norm(x))
         return model.final_norm(x) @ model.head.kernel[...]
@@ -129,7 +127,8 @@ def test_padding_changes_nothing():
     """B121: a row and five pads equal the row alone."""
     model, padded = drawn(CONFIG), row(7, size=SEQ)
     alone = cut(padded, 0, 7)
-    np.testing.assert_allclose(logits(model, padded)[:, :7], logits(model, alone), rtol=0, atol=1e-6)
+    wanted = np.asarray(logits(model, alone))
+    np.testing.assert_allclose(logits(model, padded)[:, :7], wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
     assert loss(model, padded)[0] == pytest.approx(float(loss(model, alone)[0]), rel=1e-6)
     assert np.isfinite(logits(model, padded)).all()
 
@@ -161,7 +160,9 @@ def test_rotary_positions_hold_no_weight():
 
 
 def test_options_reach_the_blocks():
-    model = nnx.eval_shape(lambda: DecoderConfig(**SHAPE, mlp="plain", activation="relu", norm="layer", bias=True).build(nnx.Rngs(0)))
+    model = nnx.eval_shape(
+        lambda: DecoderConfig(**SHAPE, mlp="plain", activation="relu", norm="layer", bias=True).build(nnx.Rngs(0))
+    )
     assert model.blocks.mlp.gate is None and model.blocks.mlp.activation == "relu"
     assert model.blocks.attention.query.bias.shape == (2, 4, 8) and model.final_norm.bias.shape == (EMBED,)
 
@@ -229,8 +230,10 @@ def test_a_tied_table_stays_one_through_an_update():
 def test_a_vocabulary_that_does_not_divide_is_refused_not_replicated():
     """B31: 251 rows over eight devices."""
     config = DecoderConfig(**{**SHAPE, "vocab_size": 251, "num_heads": 8, "num_kv_heads": 8})
-    with pytest.raises(ValueError, match=r"tokens/table: vocab 251 does not split over tensor=8; sizes 248 or 256 would"):
-        make_program(config, optax.sgd(0.1), "tensor:8").abstract_state
+    with pytest.raises(
+        ValueError, match=r"(tokens/table|head/kernel): vocab 251 does not split over tensor=8; sizes 248 or 256 would"
+    ):
+        _ = make_program(config, optax.sgd(0.1), "tensor:8").abstract_state
     padded = DecoderConfig(**{**SHAPE, "vocab_size": 256, "num_heads": 8, "num_kv_heads": 8})
     table = make_program(padded, optax.sgd(0.1), "tensor:8").abstract_state.params["tokens"]["table"].get_value()
     assert table.sharding.shard_shape(table.shape) == (32, EMBED)

@@ -22,9 +22,9 @@ def wide(param) -> np.ndarray:
 
 def rotated(x: np.ndarray, positions: np.ndarray, base: float) -> np.ndarray:
     half = x.shape[-1] // 2
-    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(
-        1j * positions[..., None] * base ** (-np.arange(half) / half)
-    )[:, :, None]
+    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * positions[..., None] * base ** (-np.arange(half) / half))[
+        :, :, None
+    ]
     return np.concatenate([z.real, z.imag], axis=-1)
 
 

@@ -38,7 +38,7 @@ def gradient(table: Embedding, ids, g, plan: Plan | None = None) -> jax.Array:
 
 def drawn(dtype=jnp.float32) -> Embedding:
     table = Embedding(jax.random.key(0), "vocab -> embed", {"vocab": VOCAB, "embed": EMBED})
-    table.table[...] = table.table[...].astype(dtype)
+    table.table.set_value(table.table[...].astype(dtype))
     return table
 
 
