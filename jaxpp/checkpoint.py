@@ -196,12 +196,6 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
     close = wait
 
-    def remove(self, step: int) -> None:
-        """Remove one step, e.g. those newer than the step that training restarts from."""
-        self.wait()
-        if jax.process_index() == 0:
-            files.remove(self.directory / str(step))
-
     def set_aside(self, step: int) -> epath.Path | None:
         """Move the steps newer than `step`, if any, to ``aside-N/`` beside them, where they no longer count.
 

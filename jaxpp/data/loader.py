@@ -172,7 +172,7 @@ class TrainLoader(Iterator[Row]):
             details = "; ".join(f"{n} was {saved.get(n)}, is {ours[n]}" for n in different)
             raise ValueError(
                 f"the data position of this checkpoint belongs to other data: {details}; "
-                "restore the old setting, or start the data anew"
+                "set it back, or start anew with another directory="
             )
         self._iterator.close()
         self._step = state["step"]

@@ -43,8 +43,8 @@ class Trainer:
         """Train until ``run.train.num_steps`` updates are done, or a signal asks to stop.
 
         Returns:
-            The last evaluation (``loss``, ``bits_per_byte``, ...) with ``step``; empty if stopped by a signal or
-            nothing is held out.
+            The last evaluation (``loss``, ``bits_per_byte``, ...) with ``step``; empty if stopped by a signal, if all
+            steps were done before, or if nothing is held out.
 
         Raises:
             ValueError: the config does not fit itself, the devices, the data or the checkpoint.
@@ -90,6 +90,9 @@ class _Loop:
             self.console.line(note)
         self._clock = time.perf_counter()
         every, last = self.config.checkpoint.every, self.config.train.num_steps
+        if self.step >= last:
+            self.console.line(f"step {self.step} is done already; raise train.num_steps above {self.step} to go on")
+            return {}
         while self.step < last:
             if self.signal.agreed():
                 return self._leave()
