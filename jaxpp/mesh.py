@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -66,7 +67,7 @@ class MeshSpec:
             name, _, size = token.partition(":")
             target = dcn if name.startswith("dcn.") else ici
             axis = ALIASES.get(name.removeprefix("dcn."), name.removeprefix("dcn."))
-            if not size.lstrip("-").isdigit():
+            if not re.fullmatch("-?[0-9]+", size):
                 raise ValueError(f'mesh "{text}": "{token}" is not axis:size, e.g. "data:2 fsdp:-1"')
             if axis in target:
                 raise ValueError(f'mesh "{text}": axis {axis} stands twice')

@@ -60,6 +60,9 @@ class DecoderConfig:
         for name in ("vocab_size", "num_layers", "embed_dim", "num_heads", "max_positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} = {getattr(self, name)}: 1 or more are needed")
+        for name in ("num_kv_heads", "head_dim", "mlp_dim"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"model.{name} = {getattr(self, name)}: 1 or more are needed, or 0 for the default")
         if not self.head_dim and self.embed_dim % self.num_heads:
             fits = [h for h in range(1, self.embed_dim + 1) if self.embed_dim % h == 0 and h <= 2 * self.num_heads]
             raise ValueError(

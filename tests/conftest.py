@@ -19,4 +19,5 @@ if platform is None:
     flags = os.environ.get("XLA_FLAGS", "").split()
     flags = [flag for flag in flags if "xla_force_host_platform_device_count" not in flag]
     flags.append(f"--xla_force_host_platform_device_count={NUM_DEVICES}")
+    flags.append("--xla_backend_optimization_level=0")  # tests compile far more than they run
     os.environ["XLA_FLAGS"] = " ".join(flags)

@@ -112,5 +112,7 @@ def cross_entropy(
     """
     shards = batch_shards(targets.shape[0])
     chunks = num_chunks or num_chunks_for(targets.size // shards, targets.shape[1])
+    if targets.shape[1] % chunks:
+        raise ValueError(f"{chunks} chunks do not divide a sequence of {targets.shape[1]} tokens; a divisor does")
     x = constrain(x, "batch seq embed")
     return _total(x, head.astype(x.dtype), targets, weights.astype(jnp.float32), chunks, shards)

@@ -100,6 +100,8 @@ class Layout:
         """
         if microbatches < 1:
             raise ValueError(f"plan.microbatches = {microbatches}: 1 or more are needed")
+        if batch_size < 1:
+            raise ValueError(f"data.batch_size = {batch_size}: 1 or more are needed")
         parts = self.num_shards("batch", "residual") * microbatches
         if batch_size % parts:
             raise ValueError(
@@ -160,7 +162,7 @@ def compose(mesh: Mesh, schemes: Sequence[Scheme], extra: DimRules | None = None
     names = [scheme.name for scheme in schemes]
     for scheme in schemes:
         _check_scheme(scheme, names, mesh)
-    own = {dim: tuple(axes) for dim, axes in (extra or {}).items()}
+    own = {dim: (axes,) if isinstance(axes, str) else tuple(axes) for dim, axes in (extra or {}).items()}
     _check_own(own, mesh, (*arrows.DIMS, *dims))
     used = {scheme.axis for scheme in schemes} | {axis for axes in own.values() for axis in axes}
     idle = [f"{axis}:{size}" for axis, size in mesh.shape.items() if size > 1 and axis not in used]

@@ -41,6 +41,17 @@ class OptimizerConfig:
                 f"optimizer.warmup_steps {self.warmup_steps} must lie between 0 and "
                 f"schedule_steps {self.schedule_steps}"
             )
+        if not 0 <= self.decay_steps <= self.schedule_steps - self.warmup_steps:
+            raise ValueError(
+                f"optimizer.decay_steps {self.decay_steps} must lie between 0 and schedule_steps - warmup_steps "
+                f"{self.schedule_steps - self.warmup_steps}"
+            )
+        for name in ("learning_rate", "weight_decay", "clip_norm"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"optimizer.{name} = {getattr(self, name)}: 0 or more is needed")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name} = {getattr(self, name)}: at least 0 and below 1 is needed")
 
 
 def _known(key: str, name: str, table: Mapping[str, Any]) -> None:
@@ -57,8 +68,8 @@ def _cosine(config: OptimizerConfig) -> optax.Schedule:
 
 
 def _wsd(config: OptimizerConfig) -> optax.Schedule:
-    decay = config.decay_steps or max(1, config.schedule_steps // 5)
-    stable = max(config.warmup_steps, config.schedule_steps - decay)
+    decay = config.decay_steps or max(1, min(config.schedule_steps // 5, config.schedule_steps - config.warmup_steps))
+    stable = config.schedule_steps - decay
     pieces = [
         optax.linear_schedule(0.0, config.learning_rate, max(1, config.warmup_steps)),
         optax.constant_schedule(config.learning_rate),
@@ -96,7 +107,8 @@ def decays(state: Any) -> Any:
 def matrices(state: Any) -> Any:
     """Return a tree like `state` with Muon's view of each weight: reads x writes is the matrix.
 
-    None for scales, biases and lookup tables, and for whatever writes ``vocab`` (the head): those take AdamW.
+    None for scales, biases and lookup tables, and for whatever writes ``vocab`` (the head): those take Adam, with
+    Nesterov momentum as the matrices have.
 
     Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024.
     """
@@ -118,11 +130,13 @@ def _adamw(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTrans
 
 
 def _muon(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
-    return optax.contrib.muon(
-        rate, beta=0.95, eps=config.epsilon, weight_decay=config.weight_decay, weight_decay_mask=decays,
-        adam_b1=config.b1, adam_b2=config.b2, adam_weight_decay=config.weight_decay,
+    direction = optax.contrib.muon(
+        1.0, beta=0.95, eps=config.epsilon, adam_b1=config.b1, adam_b2=config.b2,
         muon_weight_dimension_numbers=matrices, consistent_rms=0.2,
     )  # fmt: skip
+    # Decay comes after: optax masks it on Muon's matrices only, and would decay scales and biases through AdamW.
+    decay = optax.add_decayed_weights(config.weight_decay, mask=decays)
+    return optax.chain(direction, optax.scale(-1.0), decay, optax.scale_by_learning_rate(rate))
 
 
 def _adafactor(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:

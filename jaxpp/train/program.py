@@ -129,6 +129,7 @@ class Program:
 
     def summed_loss(self, params: Any, other: Any, batch: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         """Return the loss sum, and beside it the weight sum and the model's other variables after the pass."""
+        other = jax.tree.map(lambda x: x, other)  # Variables of this trace level, which the pass may change
         model = nnx.merge(self._model[0], self.in_compute_dtype(params), other)
         total, weight = self.loss(model, batch)
         return total.astype(jnp.float32), (weight.astype(jnp.float32), nnx.split(model, nnx.Param, ...)[2])
@@ -176,6 +177,8 @@ class Program:
         with executing(self.plan.execution(self.layout)):
             grads, total, weight, other = self.gradients(state, batch)
         updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
+        # Hyper-parameters held in fp32 would widen narrow moments, and their memory with them.
+        optimizer = jax.tree.map(lambda new, old: new.astype(old.dtype), optimizer, state.optimizer)
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss": total / jnp.maximum(weight, 1e-8), "grad_norm": global_norm(grads), "weight": weight}
         return TrainState(state.step + 1, params, other, optimizer), metrics
@@ -220,6 +223,14 @@ class Program:
 
         jitted = jax.jit(compute, out_shardings=self.layout.replicated())
         return lambda state: jitted(state.params)
+
+    def check_batch(self, batch: Any) -> None:
+        """Refuse a global batch for `step` that does not split over microbatches and batch shards.
+
+        Raises:
+            ValueError: with the nearest sizes that do.
+        """
+        self.layout.check_batch(jax.tree.leaves(batch)[0].shape[0], 0, self.plan.microbatches)
 
     def rows(self, batch_size: int) -> list[int]:
         """List the rows of a global batch that this process's devices need."""
@@ -317,6 +328,7 @@ def make_train_step(
     state = program.adopt(model) if isinstance(model, nnx.Module) else program.init(seed)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        program.check_batch(batch)
         return program.step(state, program.place(batch))
 
     return state, step

@@ -16,9 +16,7 @@ ROWS, SEQ, HEADS, KV_HEADS, SIZE = 2, 128, 4, 2, 128
 @pytest.mark.parametrize("mesh", ["data:1", "data:2 tensor:2"])
 def test_splash_attends_as_the_plain_kernel_does(mesh):
     rng = np.random.default_rng(0)
-    q, k, v = (
-        jnp.asarray(rng.normal(size=(ROWS, SEQ, n, SIZE)), jnp.float32) for n in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    q, k, v = (jnp.asarray(rng.normal(size=(ROWS, SEQ, n, SIZE)), jnp.float32) for n in (HEADS, KV_HEADS, KV_HEADS))
     segments = jnp.asarray(rng.integers(1, 4, (ROWS, SEQ)), jnp.int32).sort(axis=1)
     mask = segments[:, None, :, None] == segments[:, None, None, :]
     plan = Plan(mesh=mesh)
