@@ -23,10 +23,10 @@ quickstart: $(VENV)/.installed
 	$(BIN)/jaxpp generate runs/quickstart --prompt "def main("
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -m "not gpu and not tpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not tpu" $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
