@@ -12,7 +12,6 @@ It lives in the metadata of an ``nnx.Param`` (``nnx.Param(value, dims="embed -> 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpp import tree
+from jaxpp.names import unknown
 
 DIMS = (
     "batch", "seq", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers", "experts", "rank", "positions",
@@ -98,12 +98,8 @@ def _check_words(text: str, groups: Sequence[Sequence[str]], dims: Sequence[str]
     known = (*DIMS, *dims)
     for word in (word for group in groups for word in group):
         if word not in known:
-            near = difflib.get_close_matches(word, known, n=1)
-            hint = f'did you mean "{near[0]}"? ' if near else ""
-            raise ValueError(
-                f'arrow "{text}": unknown dim "{word}"; {hint}known: {" ".join(known)}; '
-                "declare your own in the plan's dims"
-            )
+            problem = unknown(f'arrow "{text}": unknown dim', word, known)
+            raise ValueError(f"{problem}; declare your own in the plan's dims")
     stacked, reads, writes = groups
     for side in ([*stacked, *reads], [*stacked, *writes]):
         twice = sorted({word for word in side if side.count(word) > 1})

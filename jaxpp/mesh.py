@@ -6,7 +6,6 @@ sharded over an axis: that is `jaxpp.parallel`.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,8 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
+
+from jaxpp.names import unknown
 
 Device: TypeAlias = Any  # jax.Device, which type checkers do not take as a type
 
@@ -45,7 +46,7 @@ class MeshSpec:
     def __post_init__(self) -> None:
         for axis, size in (*self.ici.items(), *self.dcn.items()):
             if axis not in AXES:
-                raise ValueError(_unknown_axis(axis))
+                raise ValueError(unknown("unknown mesh axis", axis, (*AXES, *ALIASES), "axes and aliases"))
             if size < 1 and size != -1:
                 raise ValueError(f"mesh axis {axis}:{size}: a size is 1 or more, or -1 for the rest")
         if list(self.ici.values()).count(-1) > 1:
@@ -100,12 +101,6 @@ class MeshSpec:
     def size(self, axis: str) -> int:
         """Return the whole size of an axis, slices included."""
         return self.ici.get(axis, 1) * self.dcn.get(axis, 1)
-
-
-def _unknown_axis(axis: str) -> str:
-    near = difflib.get_close_matches(axis, (*AXES, *ALIASES), n=1)
-    hint = f'did you mean "{near[0]}"? ' if near else ""
-    return f'unknown mesh axis "{axis}"; {hint}axes: {" ".join(AXES)}; aliases: {" ".join(ALIASES)}'
 
 
 def _wrong_count(spec: MeshSpec, known: int, num_devices: int) -> str:

@@ -5,7 +5,6 @@ The one place that knows both the families and the trainer.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 from jaxpp import config as configs
 from jaxpp.model import ModelConfig
 from jaxpp.models import FAMILIES
+from jaxpp.names import unknown
 from jaxpp.train.config import Run
 
 
@@ -33,14 +33,14 @@ def build_model(values: Mapping[str, Any]) -> ModelConfig:
     cls, sizes = _outside(family) if ":" in str(family) else _inside(family)
     if preset is not None:
         if str(preset) not in sizes:
-            raise ValueError(f'model.preset: unknown "{preset}"{_near(str(preset), sizes)}; known: {" ".join(sizes)}')
+            raise ValueError(unknown("model.preset: unknown", str(preset), sizes))
         values = {**sizes[str(preset)], **values}
     return configs.build(cls, values, at="model")
 
 
 def _inside(family: str) -> tuple[type, Mapping[str, Mapping[str, Any]]]:
     if family not in FAMILIES:
-        raise ValueError(f'model.family: unknown "{family}"{_near(family, FAMILIES)}; known: {" ".join(FAMILIES)}')
+        raise ValueError(unknown("model.family: unknown", family, FAMILIES))
     return FAMILIES[family]
 
 
@@ -50,11 +50,6 @@ def _outside(name: str) -> tuple[type, Mapping[str, Mapping[str, Any]]]:
         return getattr(importlib.import_module(module), attribute), {}
     except (ImportError, AttributeError) as error:
         raise ValueError(f'model.family "{name}" cannot be imported ({error}); write package.module:Config') from None
-
-
-def _near(name: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f'; did you mean "{near[0]}"?' if near else ""
 
 
 def build_run(values: Mapping[str, Any]) -> Run:

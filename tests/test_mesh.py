@@ -50,8 +50,8 @@ def test_commas_separate_too():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dat:2", 'unknown mesh axis "dat"; did you mean "data"? axes: stage data'),
-        ("qqqq:2", 'unknown mesh axis "qqqq"; axes: stage data fsdp expert context tensor'),
+        ("dat:2", 'unknown mesh axis "dat"; did you mean "data"? axes and aliases: stage data'),
+        ("qqqq:2", 'unknown mesh axis "qqqq"; axes and aliases: stage data fsdp expert context tensor'),
         ("dcn.dat:2", 'unknown mesh axis "dat"; did you mean "data"?'),
         ("data", 'mesh "data": "data" is not axis:size, e.g. "data:2 fsdp:-1"'),
         ("data:", '"data:" is not axis:size'),

@@ -33,8 +33,8 @@ def test_every_preset_builds(preset):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"preset": "1mm"}, 'model.preset: unknown "1mm"; did you mean "1m"?; known: 1m 4m 15m'),
-        ({"family": "decodr"}, 'model.family: unknown "decodr"; did you mean "decoder"?; known: decoder'),
+        ({"preset": "1mm"}, 'model.preset: unknown "1mm"; did you mean "1m"? known: 1m 4m 15m'),
+        ({"family": "decodr"}, 'model.family: unknown "decodr"; did you mean "decoder"? known: decoder'),
         (
             {"family": "nowhere.at.all:Config"},
             'model.family "nowhere.at.all:Config" cannot be imported (No module named',

@@ -5,7 +5,6 @@ Letters in the maths: B batch, T seq, H heads, K kv_heads, D head_dim.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpp.names import unknown
 from jaxpp.nn import rope
 from jaxpp.nn.linear import Linear, apply_all
 from jaxpp.nn.splash import BLOCK, splash
@@ -89,9 +89,7 @@ def check_kernel(name: str) -> None:
         ValueError: as said, with the nearest name.
     """
     if name != "auto" and name not in KERNELS:
-        near = difflib.get_close_matches(name, KERNELS, n=1)
-        hint = f'did you mean "{near[0]}"? ' if near else ""
-        raise ValueError(f'plan.attention: unknown kernel "{name}"; {hint}known: auto {" ".join(KERNELS)}')
+        raise ValueError(unknown("plan.attention: unknown kernel", name, ("auto", *KERNELS)))
     if PLATFORM.get(name, jax.default_backend()) != jax.default_backend():
         raise ValueError(
             f'plan.attention = "{name}" needs a {PLATFORM[name]}, and this is a {jax.default_backend()}; '

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import jax
 from flax import nnx
 
 from jaxpp import dims, tree
+from jaxpp.names import unknown
 from jaxpp.parallel import PRODUCT, current, residual
 
 if TYPE_CHECKING:
@@ -35,9 +35,7 @@ def remat_policy(name: str) -> Callable[..., Any] | None:
         ValueError: an unknown name; the nearest is named.
     """
     if name not in REMAT:
-        near = difflib.get_close_matches(name, REMAT, n=1)
-        hint = f'did you mean "{near[0]}"? ' if near else ""
-        raise ValueError(f'plan.remat: unknown policy "{name}"; {hint}known: {" ".join(REMAT)}')
+        raise ValueError(unknown("plan.remat: unknown policy", name, REMAT))
     return REMAT[name]
 
 

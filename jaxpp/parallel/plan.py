@@ -6,7 +6,6 @@ saved with each checkpoint.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from typing import Any, Literal
 import jax
 
 from jaxpp.mesh import Device, MeshSpec, make_mesh
+from jaxpp.names import unknown
 from jaxpp.parallel.execution import Execution
 from jaxpp.parallel.layout import Layout, compose
 from jaxpp.parallel.schemes import SCHEMES
@@ -36,9 +36,7 @@ class Plan:
     def __post_init__(self) -> None:
         for name in self.schemes:
             if name not in SCHEMES:
-                near = difflib.get_close_matches(name, SCHEMES, n=1)
-                hint = f'did you mean "{near[0]}"? ' if near else ""
-                raise ValueError(f'plan.schemes: unknown scheme "{name}"; {hint}known: {" ".join(SCHEMES)}')
+                raise ValueError(unknown("plan.schemes: unknown scheme", name, SCHEMES))
         if self.microbatches < 1:
             raise ValueError(f"plan.microbatches = {self.microbatches}: 1 or more are needed")
         MeshSpec.parse(self.mesh)

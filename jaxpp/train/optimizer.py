@@ -5,7 +5,6 @@ Which weights decay and which are matrices is read off the arrows.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ import jax
 import optax
 
 from jaxpp import dims, tree
+from jaxpp.names import unknown
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,7 @@ class OptimizerConfig:
 
 def _known(key: str, name: str, table: Mapping[str, Any]) -> None:
     if name not in table:
-        near = difflib.get_close_matches(name, table, n=1)
-        hint = f'did you mean "{near[0]}"? ' if near else ""
-        raise ValueError(f'{key}: unknown "{name}"; {hint}known: {" ".join(table)}')
+        raise ValueError(unknown(f"{key}: unknown", name, table))
 
 
 def _cosine(config: OptimizerConfig) -> optax.Schedule:

@@ -105,7 +105,11 @@ class Program:
         return jax.tree.map(lambda x: x.sharding, self.abstract_state)
 
     def init(self, seed: int = 0) -> TrainState:
-        """Draw the state, each weight born on its shards; the values do not depend on the mesh."""
+        """Draw the state, each weight born on its shards.
+
+        The values are those of one device: the draws do not depend on the mesh, what is computed from them may differ
+        by one fp32 rounding where the compiler fuses differently.
+        """
 
         def draw() -> TrainState:
             _, params, other = nnx.split(self.build(nnx.Rngs(seed)), nnx.Param, ...)

@@ -9,6 +9,7 @@ from tests.house import source
 
 # An area may import areas of a strictly lower rank, also inside functions and under TYPE_CHECKING.
 RANKS = {
+    "names": 0,
     "tree": 0,
     "config": 0,
     "cluster": 0,
