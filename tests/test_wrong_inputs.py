@@ -87,7 +87,7 @@ WRONG = {
     "zero microbatches": (["plan.microbatches=0"], "plan.microbatches = 0: 1 or more are needed"),
     "microbatches that do not divide": (
         ["plan.microbatches=2"],
-        "data.batch_size 8 does not split into 2 microbatches over 8 batch shards; sizes 16 would",
+        "data.batch_size 8 does not split into 2 microbatches over 8 batch shards; size 16 would",
     ),
     "an unknown optimizer": (
         ["optimizer.name=adamv"],

@@ -142,8 +142,8 @@ def _nearest(size: int, parts: int) -> str:
     low, high = size // parts * parts, (size // parts + 1) * parts
     divisors = [k for k in range(1, size + 1) if size % k == 0]
     shown = divisors if len(divisors) <= 8 else [d for d in divisors if d <= 4 * parts][-8:]
-    sizes = f"{low} or {high}" if low else f"{high}"
-    return f"sizes {sizes} would, or a split by {', '.join(map(str, shown))}"
+    sizes = f"sizes {low} or {high}" if low else f"size {high}"
+    return f"{sizes} would, or a split by {', '.join(map(str, shown))}"
 
 
 def compose(mesh: Mesh, schemes: Sequence[Scheme], extra: DimRules | None = None, dims: Sequence[str] = ()) -> Layout:

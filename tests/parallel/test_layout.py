@@ -125,7 +125,7 @@ def test_a_size_below_the_split_offers_only_sizes_that_exist():
     layout = layout_of("tensor:8", "tensor")
     with pytest.raises(ValueError) as error:
         layout.sharding(("heads",), (3,), "weights", "w")
-    assert str(error.value) == "w: heads 3 does not split over tensor=8; sizes 8 would, or a split by 1, 3"
+    assert str(error.value) == "w: heads 3 does not split over tensor=8; size 8 would, or a split by 1, 3"
 
 
 @given(st.integers(1, 4096))
@@ -145,8 +145,8 @@ def test_every_offered_fix_works(size):
     ("sizes", "message"),
     [
         ((6, 16, 1), "data.batch_size 6 does not split into 1 microbatches over 4 batch shards; sizes 4 or 8 would"),
-        ((8, 16, 4), "data.batch_size 8 does not split into 4 microbatches over 4 batch shards; sizes 16 would"),
-        ((1, 16, 1), "data.batch_size 1 does not split into 1 microbatches over 4 batch shards; sizes 4 would"),
+        ((8, 16, 4), "data.batch_size 8 does not split into 4 microbatches over 4 batch shards; size 16 would"),
+        ((1, 16, 1), "data.batch_size 1 does not split into 1 microbatches over 4 batch shards; size 4 would"),
         ((8, 15, 1), "data.seq_len: seq 15 does not split over tensor=2; sizes 14 or 16 would"),
         ((8, 16, 0), "plan.microbatches = 0: 1 or more are needed"),
     ],

@@ -256,7 +256,7 @@ def test_wrong_weights_are_refused_before_any_compile():
 def test_a_batch_that_does_not_divide_names_what_would():
     """B83."""
     state, step = make_train_step(toy, optax.sgd(0.1), "data:8")
-    with pytest.raises(ValueError, match=r"\b6 does not split .*sizes 8 would"):
+    with pytest.raises(ValueError, match=r"\b6 does not split .*size 8 would"):
         step(state, make_batch(rows=6))
     state, step = make_train_step(toy, optax.sgd(0.1), Plan(mesh="data:4", microbatches=3), devices=jax.devices()[:4])
     with pytest.raises(ValueError, match=r"\b16 does not split into 3 microbatches.*sizes 12 or 24 would"):
