@@ -78,8 +78,8 @@ def run_blocks(blocks: nnx.Module, x: Float[Array, "batch seq embed"], *shared: 
     execution = current()
 
     def body(x: jax.Array, one: Any) -> tuple[jax.Array, None]:
-        block = nnx.merge(graph, _map_arrows(one, dims.Arrow.unstack))
-        return residual(block(x, *shared)), None  # type: ignore[operator]
+        block: Any = nnx.merge(graph, _map_arrows(one, dims.Arrow.unstack))
+        return residual(block(x, *shared)), None
 
     policy = remat_policy(execution.remat)
     if policy is not None:

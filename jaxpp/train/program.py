@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -267,6 +267,10 @@ class Program:
         return jax.tree.map(one, batch)
 
 
+def _as_is(model: nnx.Module, rngs: nnx.Rngs) -> nnx.Module:
+    return model
+
+
 def _without_optimizer(state: TrainState) -> TrainState:
     return TrainState(state.step, state.params, state.other, None)
 
@@ -280,10 +284,7 @@ def make_program(
 ) -> Program:
     """Build a `Program`; see `make_train_step` for the arguments."""
     plan = Plan(mesh=plan) if isinstance(plan, str) else plan
-    if isinstance(model, nnx.Module):
-        build: Callable[[nnx.Rngs], Any] = lambda rngs: model  # noqa: E731
-    else:
-        build = model.build if hasattr(model, "build") else model
+    build = partial(_as_is, model) if isinstance(model, nnx.Module) else getattr(model, "build", model)
     program = Program(build, optimizer, plan, plan.layout(devices), loss or model_loss)
     sample = model if isinstance(model, nnx.Module) else nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     if loss is None and not isinstance(sample, Trainable):
