@@ -18,13 +18,7 @@ mesh = Mesh(np.array(jax.devices()), ("a",))
 add = lambda x: jax.lax.psum(x, "a")
 total = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=P("a"), out_specs=P()))
 x = jax.make_array_from_callback((4,), NamedSharding(mesh, P("a")), lambda i: np.arange(4.0)[i])
-ends = [NamedSharding(Mesh(np.array([jax.devices()[k]]), ("a",)), P()) for k in (0, 3)]
-sent = np.arange(3, dtype=np.float32)
-y = jax.make_array_from_callback((3,), ends[0], lambda i: sent[i], dtype=np.float32)
-z = jax.device_put(y, ends[1])
-if rank == 1:
-    assert z.addressable_data(0).tolist() == [0, 1, 2]
-runtime.barrier("moved")
+runtime.barrier("here")
 runtime.agree("same", "the config")
 try:
     runtime.agree(str(rank), "the seed")
@@ -32,6 +26,13 @@ except ValueError as error:
     print(error)
 print(runtime.process_count(), runtime.is_main(), jax.device_count())
 print(total(x).addressable_data(0).tolist())
+# Last: a collective begun while the transfer is under way can take the threads that the transfer needs.
+ends = [NamedSharding(Mesh(np.array([jax.devices()[k]]), ("a",)), P()) for k in (0, 3)]
+sent = np.arange(3, dtype=np.float32)
+y = jax.make_array_from_callback((3,), ends[0], lambda i: sent[i], dtype=np.float32)
+z = jax.device_put(y, ends[1])
+if rank == 1:
+    assert z.addressable_data(0).tolist() == [0, 1, 2]
 """
 
 

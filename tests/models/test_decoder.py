@@ -85,7 +85,7 @@ def test_presets_fit_a_tensor_axis_where_their_dims_divide(size, num_shards):
     with pytest.raises(ValueError) as error:
         layout.check(params)
     for dim in wrong:
-        assert f"{dim} {split[dim]} does not split over tensor={num_shards}; sizes " in str(error.value)
+        assert f"{dim} {split[dim]} does not split over tensor={num_shards}; size" in str(error.value)
 
 
 def test_the_large_presets_fit_eight_devices():
