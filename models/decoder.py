@@ -1,10 +1,8 @@
-"""One configurable decoder: ``embed -> blocks -> head``, pre-norm, the shape that most language models share."""
+"""One configurable decoder: ``embed -> blocks -> head``, the shape that most language models share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +10,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpp.model import Batch
+from jaxpp.models.decoder_config import SIZES, DecoderConfig
 from jaxpp.nn import (
     Attention,
     AttentionConfig,
     Context,
     Embedding,
+    Layer,
     Linear,
     Mlp,
     Norm,
@@ -25,119 +25,85 @@ from jaxpp.nn import (
     run_blocks,
     stack_blocks,
 )
-from jaxpp.nn.mlp import Activation, MlpKind
-from jaxpp.nn.norm import NormKind
+from jaxpp.nn.attention import ALIKE
+from jaxpp.nn.forward import forward
+from jaxpp.nn.loss import soft_capped
+from jaxpp.nn.moe import Moe
 from jaxpp.nn.stack import KEPT
 from jaxpp.parallel import constrain, in_use, residual
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Float, Int
 
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Shape and options of a decoder."""
-
-    family: ClassVar[str] = "decoder"
-    vocab_size: int = 4096
-    num_layers: int = 4
-    embed_dim: int = 256
-    num_heads: int = 4
-    num_kv_heads: int = 0  # 0: as num_heads (MHA); 1: MQA; a divisor of num_heads: GQA
-    head_dim: int = 0  # 0: embed_dim / num_heads
-    mlp_dim: int = 0  # 0: 8/3 embed_dim if gated, else 4 embed_dim, rounded up to a multiple of 64
-    max_positions: int = 2048  # longest sequence, in tokens
-    mlp: MlpKind = "gated"
-    activation: Activation = "silu"
-    norm: NormKind = "rms"
-    norm_epsilon: float = 1e-5
-    positions: Literal["rope", "learned"] = "rope"
-    rope_base: float = 10_000.0
-    bias: bool = False  # of attention and mlp
-    tied: bool = False  # the head reads the embedding table
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_layers", "embed_dim", "num_heads", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name} = {getattr(self, name)}: 1 or more are needed")
-        for name in ("num_kv_heads", "head_dim", "mlp_dim"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"model.{name} = {getattr(self, name)}: 1 or more are needed, or 0 for the default")
-        if not self.head_dim and self.embed_dim % self.num_heads:
-            fits = [h for h in range(1, self.embed_dim + 1) if self.embed_dim % h == 0 and h <= 2 * self.num_heads]
-            raise ValueError(
-                f"model.embed_dim {self.embed_dim} does not split into num_heads {self.num_heads}; "
-                f"{', '.join(map(str, fits[-6:]))} heads do, or set head_dim"
-            )
-        self._set("head_dim", self.head_dim or self.embed_dim // self.num_heads)
-        self._set("num_kv_heads", self.num_kv_heads or self.num_heads)
-        self._set("mlp_dim", self.mlp_dim or _default_mlp_dim(self.embed_dim, self.mlp))
-        if self.num_heads % self.num_kv_heads:
-            fits = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
-            raise ValueError(
-                f"model.num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}; "
-                f"{', '.join(map(str, fits))} do"
-            )
-        if self.positions == "rope" and self.head_dim % 2:
-            raise ValueError(f"model.head_dim {self.head_dim} is odd; rotary positions need {self.head_dim + 1}")
-
-    def _set(self, name: str, value: int) -> None:
-        object.__setattr__(self, name, value)
-
-    def build(self, rngs: nnx.Rngs) -> Decoder:
-        """Draw a decoder."""
-        return Decoder(self, rngs)
-
-
-def _default_mlp_dim(embed_dim: int, kind: str) -> int:
-    wanted = -(-8 * embed_dim // 3) if kind == "gated" else 4 * embed_dim
-    return -(-wanted // 64) * 64
-
-
-SIZES: Mapping[str, Mapping[str, Any]] = {
-    "1m": dict(num_layers=4, embed_dim=128, num_heads=4, num_kv_heads=2, vocab_size=2048, max_positions=512),
-    "4m": dict(num_layers=6, embed_dim=192, num_heads=6, num_kv_heads=2, vocab_size=4096, max_positions=1024),
-    "15m": dict(num_layers=8, embed_dim=320, num_heads=5, num_kv_heads=5, vocab_size=8192),
-    "60m": dict(num_layers=12, embed_dim=512, num_heads=8, num_kv_heads=4, vocab_size=16384),
-    "160m": dict(num_layers=12, embed_dim=768, num_heads=12, num_kv_heads=4, vocab_size=32768),
-    "400m": dict(num_layers=24, embed_dim=1024, num_heads=16, num_kv_heads=8, vocab_size=32768),
-    "1b": dict(num_layers=16, embed_dim=2048, num_heads=32, num_kv_heads=8, mlp_dim=8192, vocab_size=32768,
-               max_positions=8192, rope_base=500_000.0),
-    "3b": dict(num_layers=28, embed_dim=3072, num_heads=24, num_kv_heads=8, mlp_dim=8192, vocab_size=65536,
-               max_positions=8192, rope_base=500_000.0),
-    "8b": dict(num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=14336, vocab_size=128256,
-               max_positions=8192, rope_base=500_000.0),
-}  # fmt: skip
+__all__ = ["SIZES", "Block", "Decoder", "DecoderConfig"]
 
 
 class Block(nnx.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+    """Attention and mlp, each added to the residual stream: ``x + norm(mlp(norm(x)))`` with the norms asked for.
+
+    Source: Xiong et al., On Layer Normalization in the Transformer Architecture, 2020 (norms before); Wang and
+        Komatsuzaki, GPT-J-6B, 2021 (parallel).
+    """
 
     def __init__(self, key: jax.Array, config: DecoderConfig):
         """Draw one block; projections back to the residual stream start small by depth (GPT-2's rule)."""
         keys = jax.random.split(key, 2)
         out_scale = (2 * config.num_layers) ** -0.5
-        self.attention_norm = Norm(config.embed_dim, config.norm, config.norm_epsilon)
-        self.attention = Attention(
-            keys[0],
-            AttentionConfig(
-                config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim, config.bias,
-                config.rope_base if config.positions == "rope" else None,
-            ),
-            out_scale,
-        )  # fmt: skip
-        self.mlp_norm = Norm(config.embed_dim, config.norm, config.norm_epsilon)
-        self.mlp = Mlp(
-            keys[1], config.embed_dim, config.mlp_dim,
-            kind=config.mlp, activation=config.activation, bias=config.bias, out_scale=out_scale,
-        )  # fmt: skip
+        self.parallel = config.parallel
+        before, after = config.norm_place in ("pre", "both"), config.norm_place in ("post", "both")
+        self.attention_norm, self.mlp_norm = (_norm(config) if before else None for _ in range(2))
+        self.attention_post_norm, self.mlp_post_norm = (_norm(config) if after else None for _ in range(2))
+        self.attention = Attention(keys[0], _attention(config), out_scale)
+        if config.moe.num_experts:
+            self.mlp = Moe(
+                keys[1], config.moe, config.embed_dim, config.mlp_dim,
+                activation=config.activation, out_scale=out_scale,
+            )  # fmt: skip
+        else:
+            self.mlp = Mlp(
+                keys[1], config.embed_dim, config.mlp_dim,
+                kind=config.mlp, activation=config.activation, bias=config.mlp_bias, out_scale=out_scale,
+            )  # fmt: skip
 
-    def __call__(self, x: Float[Array, "batch seq embed"], context: Context) -> Float[Array, "batch seq embed"]:
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], context: Context, layer: Layer = ALIKE
+    ) -> Float[Array, "batch seq embed"]:
         """Run the block on the residual stream."""
-        entered = constrain(self.attention_norm(x), "batch seq embed")
-        x = residual(x + checkpoint_name(residual(self.attention(entered, context)), KEPT))
-        entered = constrain(self.mlp_norm(x), "batch seq embed")
-        return x + checkpoint_name(residual(self.mlp(entered)), KEPT)
+        attended = self._attend(x, context, layer)
+        if self.parallel:
+            return x + checkpoint_name(residual(attended + self._feed(x, context)), KEPT)
+        x = residual(x + checkpoint_name(residual(attended), KEPT))
+        return x + checkpoint_name(residual(self._feed(x, context)), KEPT)
+
+    def _attend(self, x: jax.Array, context: Context, layer: Layer) -> jax.Array:
+        y = self.attention(_entering(self.attention_norm, x), context, layer)
+        return y if self.attention_post_norm is None else self.attention_post_norm(residual(y))
+
+    def _feed(self, x: jax.Array, context: Context) -> jax.Array:
+        entered = _entering(self.mlp_norm, x)
+        if isinstance(self.mlp, Moe):
+            real = None if context.segments is None else context.segments > 0
+            y = self.mlp(entered, real=real, loss_weight=context.loss_weight)
+        else:
+            y = self.mlp(entered)
+        return y if self.mlp_post_norm is None else self.mlp_post_norm(residual(y))
+
+
+def _entering(norm: Norm | None, x: jax.Array) -> jax.Array:
+    return constrain(x if norm is None else norm(x), "batch seq embed")
+
+
+def _norm(config: DecoderConfig) -> Norm:
+    return Norm(config.embed_dim, config.norm, config.norm_epsilon, config.norm_scale)
+
+
+def _attention(config: DecoderConfig) -> AttentionConfig:
+    return AttentionConfig(
+        config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim,
+        qkv_bias=config.qkv_bias, out_bias=config.out_bias, qk_norm=config.qk_norm,
+        norm_epsilon=config.norm_epsilon, norm_scale=config.norm_scale, window=config.window,
+        scale=config.attention_scale, soft_cap=config.attention_soft_cap,
+    )  # fmt: skip
 
 
 class Decoder(nnx.Module):
@@ -146,27 +112,44 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         """Draw all weights."""
         self.config = config
+        self.loaded: Any = None  # where it came from (jaxpp.conversion.Loaded), if it was loaded
         keys = jax.random.split(rngs.params(), 4)
         sizes = {"vocab": config.vocab_size, "embed": config.embed_dim, "positions": config.max_positions}
         self.tokens = Embedding(keys[0], "vocab -> embed", sizes, also="embed -> vocab" if config.tied else "")
         learned = config.positions == "learned"
         self.places = Embedding(keys[1], "positions -> embed", sizes) if learned else None
         self.blocks = stack_blocks(lambda key: Block(key, config), keys[2], config.num_layers)
-        self.final_norm = Norm(config.embed_dim, config.norm, config.norm_epsilon)
+        self.final_norm = _norm(config)
         self.head = None if config.tied else Linear(keys[3], "embed -> vocab", sizes)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that it was loaded with; None where there is none."""
+        return self.loaded.tokenizer if self.loaded else None
 
     def embed(self, batch: Batch) -> Float[Array, "batch seq embed"]:
         """Look up tokens (and learned positions)."""
         x = self.tokens(batch["tokens"])
+        if self.config.embed_scale:
+            x = x * jnp.asarray(self.config.embed_dim**0.5, x.dtype)
         if self.places is not None:
             x = x + self.places(batch["positions"])
         return residual(x)
 
     def run(self, x: Float[Array, "batch seq embed"], batch: Batch) -> Float[Array, "batch seq embed"]:
         """Run the stacked blocks; a batch without ``segments`` is one document per row."""
-        positions, config = batch["positions"], self.config
-        rotary = rope.angles(positions, config.head_dim, config.rope_base) if config.positions == "rope" else None
-        return run_blocks(self.blocks, x, Context(positions, batch.get("segments"), rotary))
+        weight = batch["weights"].astype(jnp.float32).sum() if "weights" in batch else None
+        rotary, window_rotary = self._rotary(batch["positions"])
+        context = Context(batch["positions"], batch.get("segments"), rotary, window_rotary, weight)
+        return run_blocks(self.blocks, x, context, each=self.config.layers())
+
+    def _rotary(self, positions: jax.Array) -> tuple[rope.Rotary | None, rope.Rotary | None]:
+        config = self.config
+        if config.positions != "rope":
+            return None, None
+        rotary = rope.angles(positions, config.rotary_dim, config.rope_base, config.rope_scaling)
+        own = config.window and config.window_rope_base
+        return rotary, rope.angles(positions, config.rotary_dim, config.window_rope_base) if own else None
 
     def head_weight(self) -> Float[Array, "embed vocab"]:
         """Return the output weights: the head's own, or the table read the other way."""
@@ -175,14 +158,35 @@ class Decoder(nnx.Module):
     def logits(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
         """Return the logits of the next token, fp32."""
         x = constrain(self.final_norm(x), "batch seq embed")
-        return constrain(x @ self.head_weight().astype(x.dtype), "batch seq vocab").astype(jnp.float32)
+        logits = constrain(x @ self.head_weight().astype(x.dtype), "batch seq vocab").astype(jnp.float32)
+        return soft_capped(logits, self.config.logit_soft_cap)
 
-    def __call__(self, batch: Batch) -> Float[Array, "batch seq vocab"]:
-        """Return logits at every position."""
-        return self.logits(self.run(self.embed(batch), batch))
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+    ) -> Float[Array, "batch seq vocab"]:
+        """Return the logits of the next token at every position, fp32; compiled once per shape.
+
+        Args:
+            tokens: ids.
+            positions: of each token in its document; by default they are counted within each segment.
+            segment_ids: document of each token, 0 for padding (on either side); by default each row is one document.
+
+        Raises:
+            ValueError: a sequence longer than learned positions reach, or an id outside of the table.
+        """
+        config, execution = self.config, self.loaded.execution if self.loaded else None
+        return forward(
+            self, tokens, positions, segment_ids,
+            vocab_size=config.vocab_size, max_positions=config.max_positions, execution=execution,
+        )  # fmt: skip
 
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Return the summed cross-entropy of the targets, in nats, and the sum of their weights."""
         x = self.final_norm(self.run(self.embed(batch), batch))
         weights = batch["weights"].astype(jnp.float32)
-        return cross_entropy(x, self.head_weight(), batch["targets"], weights), weights.sum()
+        total = cross_entropy(x, self.head_weight(), batch["targets"], weights, soft_cap=self.config.logit_soft_cap)
+        return total, weights.sum()

@@ -1,6 +1,6 @@
 """The maths that models share. Names dims, never mesh axes."""
 
-from jaxpp.nn.attention import Attention, AttentionConfig, Context
+from jaxpp.nn.attention import Attention, AttentionConfig, Context, Layer
 from jaxpp.nn.embedding import Embedding
 from jaxpp.nn.linear import Linear
 from jaxpp.nn.loss import cross_entropy
@@ -9,6 +9,6 @@ from jaxpp.nn.norm import Norm
 from jaxpp.nn.stack import run_blocks, stack_blocks
 
 __all__ = [
-    "Attention", "AttentionConfig", "Context", "Embedding", "Linear", "Mlp", "Norm", "cross_entropy", "run_blocks",
-    "stack_blocks",
+    "Attention", "AttentionConfig", "Context", "Embedding", "Layer", "Linear", "Mlp", "Norm", "cross_entropy",
+    "run_blocks", "stack_blocks",
 ]  # fmt: skip

@@ -19,11 +19,17 @@ if TYPE_CHECKING:
 CHUNK_TOKENS = 1024  # tokens of one chunk on one device
 
 
+def soft_capped(x: jax.Array, cap: float) -> jax.Array:
+    """Return ``cap tanh(x / cap)``, or `x` where the cap is 0."""
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
 def _chunk_loss(
-    x_SBTD: jax.Array, head_DV: jax.Array, targets_SBT: jax.Array
+    x_SBTD: jax.Array, head_DV: jax.Array, targets_SBT: jax.Array, soft_cap: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the chunk's logits, their log-sum-exp and the loss of each token."""
     logits = constrain(x_SBTD @ head_DV, "batch rows seq vocab").astype(jnp.float32)
+    logits = soft_capped(logits, soft_cap)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     is_target = jnp.arange(logits.shape[-1]) == targets_SBT[..., None]  # compared, not gathered: vocab may be split
     return logits, log_z, log_z - jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
@@ -35,12 +41,18 @@ def _cut(array: jax.Array, num_chunks: int, shards: int) -> jax.Array:
     return jnp.moveaxis(array.reshape(shards, batch // shards, num_chunks, seq // num_chunks, *rest), 2, 0)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _total(
-    x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, num_chunks: int, shards: int
+    x_BTD: jax.Array,
+    head_DV: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    num_chunks: int,
+    shards: int,
+    soft_cap: float,
 ) -> jax.Array:
     def step(_: None, chunk: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
-        return None, _chunk_loss(chunk[0], head_DV, chunk[1])[2]
+        return None, _chunk_loss(chunk[0], head_DV, chunk[1], soft_cap)[2]
 
     cut = partial(_cut, num_chunks=num_chunks, shards=shards)
     losses = jax.lax.scan(step, None, (cut(x_BTD), cut(targets_BT)))[1]
@@ -48,7 +60,13 @@ def _total(
 
 
 def _total_forward(
-    x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, num_chunks: int, shards: int
+    x_BTD: jax.Array,
+    head_DV: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    num_chunks: int,
+    shards: int,
+    soft_cap: float,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     """Compute each chunk's gradients while its logits are at hand: 3 products in all, as without chunks.
 
@@ -58,9 +76,12 @@ def _total_forward(
 
     def step(dhead_SDV: jax.Array, chunk: tuple[jax.Array, jax.Array, jax.Array]):
         x, targets, weights = chunk
-        logits, log_z, loss = _chunk_loss(x, head_DV, targets)
+        logits, log_z, loss = _chunk_loss(x, head_DV, targets, soft_cap)
         is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-        dlogits = ((jnp.exp(logits - log_z[..., None]) - is_target) * weights[..., None]).astype(x.dtype)
+        dlogits = (jnp.exp(logits - log_z[..., None]) - is_target) * weights[..., None]
+        if soft_cap:
+            dlogits = dlogits * (1 - (logits / soft_cap) ** 2)
+        dlogits = dlogits.astype(x.dtype)
         dhead = jnp.einsum("sbtd,sbtv->sdv", x, dlogits, preferred_element_type=jnp.float32)
         return constrain(dhead_SDV + dhead, "batch embed vocab"), (loss, dlogits @ head_DV.T)
 
@@ -71,7 +92,9 @@ def _total_forward(
     return jnp.sum(losses * cut(weights_BT)), kept
 
 
-def _total_backward(num_chunks: int, shards: int, kept: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array):
+def _total_backward(
+    num_chunks: int, shards: int, soft_cap: float, kept: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array
+):
     dx, dhead, weights = kept
     return (dx * g.astype(dx.dtype), dhead * g.astype(dhead.dtype), None, jnp.zeros_like(weights))
 
@@ -91,6 +114,7 @@ def cross_entropy(
     targets: Int[Array, "batch seq"],
     weights: Float[Array, "batch seq"],
     num_chunks: int | None = None,
+    soft_cap: float = 0.0,
 ) -> Float[Array, ""]:
     """Return the weighted sum of ``-log softmax(x head)[target]`` over all tokens, in nats.
 
@@ -103,6 +127,7 @@ def cross_entropy(
         targets: next token of each position.
         weights: of each position's loss; 0 leaves it out.
         num_chunks: divisor of seq; by default chunks of about `CHUNK_TOKENS` tokens on a device.
+        soft_cap: logits become ``soft_cap tanh(logits / soft_cap)``; 0: as they are.
 
     Returns:
         A scalar, fp32. Divide by ``weights.sum()`` for the mean. It is not differentiable in `weights`.
@@ -115,4 +140,4 @@ def cross_entropy(
     if targets.shape[1] % chunks:
         raise ValueError(f"{chunks} chunks do not divide a sequence of {targets.shape[1]} tokens; a divisor does")
     x = constrain(x, "batch seq embed")
-    return _total(x, head.astype(x.dtype), targets, weights.astype(jnp.float32), chunks, shards)
+    return _total(x, head.astype(x.dtype), targets, weights.astype(jnp.float32), chunks, shards, soft_cap)

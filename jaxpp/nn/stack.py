@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxpp import dims, tree
@@ -63,7 +64,9 @@ def stack_blocks(make: Callable[[jax.Array], nnx.Module], key: jax.Array, num_la
     return nnx.merge(graph, _map_arrows(stacked, lambda arrow: arrow.stack("layers")))
 
 
-def run_blocks(blocks: nnx.Module, x: Float[Array, "batch seq embed"], *shared: Any) -> Float[Array, "batch seq embed"]:
+def run_blocks(
+    blocks: nnx.Module, x: Float[Array, "batch seq embed"], *shared: Any, each: Sequence[Any] | None = None
+) -> Float[Array, "batch seq embed"]:
     """Run stacked blocks one after another: ``x = block(x, *shared)`` for each layer.
 
     Scanned, the block is compiled once and its weights are sliced by the loop; unrolled, XLA sees every layer. The plan
@@ -73,22 +76,28 @@ def run_blocks(blocks: nnx.Module, x: Float[Array, "batch seq embed"], *shared: 
         blocks: as `stack_blocks` builds it.
         x: the residual stream.
         shared: what every layer gets besides (positions, segments).
+        each: one more argument for each layer, trees of numbers; they stay Python's own where layers run unrolled.
     """
     graph, state = nnx.split(blocks)
     execution = current()
 
-    def body(x: jax.Array, one: Any) -> tuple[jax.Array, None]:
+    def body(x: jax.Array, one: Any, own: tuple[Any, ...]) -> jax.Array:
         block: Any = nnx.merge(graph, _map_arrows(one, dims.Arrow.unstack))
-        return residual(block(x, *shared)), None
+        return residual(block(x, *shared, *own))
 
     policy = remat_policy(execution.remat)
-    if policy is not None:
-        body = jax.checkpoint(body, policy=policy, prevent_cse=execution.layers == "unroll")
     if execution.layers == "scan":
-        return jax.lax.scan(body, x, state)[0]
-    for one in _unstack(state):
-        x, _ = body(x, one)
+        stacked = () if each is None else (jax.tree.map(lambda *leaves: jnp.stack(leaves), *each),)
+        scanned = _rematerialised(lambda x, one: (body(x, *one), None), policy, prevent_cse=False)
+        return jax.lax.scan(scanned, x, (state, stacked))[0]
+    for layer, one in enumerate(_unstack(state)):
+        own = () if each is None else (each[layer],)
+        x = _rematerialised(lambda x, one, own=own: body(x, one, own), policy, prevent_cse=True)(x, one)
     return x
+
+
+def _rematerialised(body: Callable[..., Any], policy: Any, prevent_cse: bool) -> Callable[..., Any]:
+    return body if policy is None else jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)
 
 
 def _unstack(state: Any) -> list[Any]:

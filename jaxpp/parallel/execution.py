@@ -16,7 +16,7 @@ import jax
 from jaxpp.parallel.layout import Layout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # by identity: it stands among the static parts of compiled functions
 class Execution:
     """How to trace a model.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ def choose(logits: jax.Array, key: jax.Array, temperature: float, top_k: int) ->
 
 
 def generate(
-    model: nnx.Module,
+    model: Any,
     prompt: Sequence[int],
     max_new_tokens: int,
     *,
@@ -38,20 +38,22 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
-    end_of_text: int | None = None,
+    ends: Collection[int] = (),
+    num_tokens: int | None = None,
     execution: Execution | None = None,
 ) -> Iterator[int]:
     """Continue a prompt, token by token.
 
     Args:
-        model: anything that maps a batch to logits ``[batch, seq, vocab]``.
+        model: a language model.
         prompt: token ids, at least one.
         max_new_tokens: most tokens to add.
         max_positions: longest sequence the model takes.
         temperature: 0 is greedy.
         top_k: 0: no cut.
         seed: of the draws; the key of a token is folded by its position.
-        end_of_text: stop at this id.
+        ends: stop at any of these ids.
+        num_tokens: ids from here on, rows that only fill the table up, are never drawn; None: all may be.
         execution: layout and kernels; none for a single device.
 
     Raises:
@@ -82,18 +84,21 @@ def generate(
                 "tokens": jnp.broadcast_to(tokens, (rows, length)),
                 "positions": jnp.broadcast_to(jnp.arange(length), (rows, length)),
             }
-            logits = nnx.merge(graph, state)(batch)[0, at]
+            model = nnx.merge(graph, state)
+            last = jax.lax.dynamic_slice_in_dim(model.run(model.embed(batch), batch), at, 1, axis=1)
+            logits = model.logits(last)[0, 0]
+            logits = logits if num_tokens is None else jnp.where(jnp.arange(logits.size) < num_tokens, logits, -jnp.inf)
             return choose(logits, jax.random.fold_in(jax.random.key(seed), at), temperature, top_k)
 
     tokens = np.zeros(length, np.int32)
     tokens[: len(prompt)] = prompt
-    return _continue(following, state, tokens, len(prompt), end_of_text)
+    return _continue(following, state, tokens, len(prompt), ends)
 
 
-def _continue(following: Any, state: Any, tokens: np.ndarray, start: int, end: int | None) -> Iterator[int]:
+def _continue(following: Any, state: Any, tokens: np.ndarray, start: int, ends: Collection[int]) -> Iterator[int]:
     for at in range(start, len(tokens)):
         token = int(following(state, tokens, at - 1))
-        if token == end:
+        if token in ends:
             return
         tokens[at] = token
         yield token

@@ -15,8 +15,9 @@ from flax import nnx
 from jaxpp import dims, tree
 from jaxpp.model import Model, ModelConfig, Trainable
 from jaxpp.models import FAMILIES, SIZES, Decoder, DecoderConfig
-from jaxpp.nn import Context
-from jaxpp.parallel import Plan, executing
+from jaxpp.nn import Context, rope
+from jaxpp.nn.scaling import RopeScaling
+from jaxpp.parallel import Execution, Plan, executing
 from jaxpp.train.program import make_program
 
 VOCAB, EMBED, SEQ = 64, 32, 12
@@ -31,9 +32,8 @@ def drawn(config: DecoderConfig) -> Decoder:
     return nnx.merge(graph, jax.jit(lambda: nnx.state(config.build(nnx.Rngs(0))))())
 
 
-@nnx.jit
 def logits(model: Decoder, batch) -> jax.Array:
-    return model(batch)
+    return model(batch["tokens"], positions=batch.get("positions"), segment_ids=batch.get("segments"))
 
 
 @nnx.jit
@@ -100,10 +100,11 @@ def test_a_block_adds_attention_then_mlp_and_the_head_reads_the_norm():
     @nnx.jit
     def by_hand(model, batch):
         x = model.tokens.table[...][batch["tokens"]]
+        rotary = rope.angles(batch["positions"], CONFIG.head_dim, CONFIG.rope_base)
         graph, stacked = nnx.split(model.blocks)
         for i in range(CONFIG.num_layers):
             block = nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
-            x = x + block.attention(block.attention_norm(x), Context(batch["positions"], batch["segments"]))
+            x = x + block.attention(block.attention_norm(x), Context(batch["positions"], batch["segments"], rotary))
             x = x + block.mlp(block.mlp_norm(x))
         return model.final_norm(x) @ model.head.kernel[...]
 
@@ -161,10 +162,87 @@ def test_rotary_positions_hold_no_weight():
 
 def test_options_reach_the_blocks():
     model = nnx.eval_shape(
-        lambda: DecoderConfig(**SHAPE, mlp="plain", activation="relu", norm="layer", bias=True).build(nnx.Rngs(0))
+        lambda: DecoderConfig(**SHAPE, mlp="plain", activation="relu", norm="layer", qkv_bias=True).build(nnx.Rngs(0))
     )
     assert model.blocks.mlp.gate is None and model.blocks.mlp.activation == "relu"
     assert model.blocks.attention.query.bias.shape == (2, 4, 8) and model.final_norm.bias.shape == (EMBED,)
+
+
+PATTERNS = dict(
+    window=3, window_layers=(True, False), window_rope_base=100.0, rope_layers=(True, True, False), num_layers=4
+)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(norm_place="both", norm_scale="offset", embed_scale=True, attention_soft_cap=2.0, logit_soft_cap=1.5),
+        dict(norm_place="post", qk_norm="full", norm_scale="wide"),
+        dict(parallel=True, norm="layer", rotary_dim=4, qkv_bias=True, out_bias=True, mlp_bias=True, mlp="plain"),
+        PATTERNS,
+        dict(rope_scaling=RopeScaling("longrope", 2.0, 8, short_factors=(1.0,) * 4, long_factors=(3.0,) * 4)),
+    ],
+    ids=str,
+)
+def test_scanned_layers_equal_unrolled_ones_and_the_loss_that_of_the_logits(fields):
+    model, batch = drawn(DecoderConfig(**{**SHAPE, **fields})), row(5, 7)
+    found = np.asarray(logits(model, batch), np.float64)
+    with executing(Execution(layers="unroll")):
+        np.testing.assert_allclose(logits(model, batch), found, atol=1e-5)
+    log_p = found - np.log(np.exp(found).sum(-1, keepdims=True))
+    picked = np.take_along_axis(log_p, batch["targets"][..., None], -1)[..., 0]
+    assert loss(model, batch)[0] == pytest.approx(-picked.sum(), rel=1e-5)
+
+
+def test_patterns_repeat_over_the_depth():
+    layers = DecoderConfig(**{**SHAPE, **PATTERNS}).layers()
+    assert layers is not None
+    assert [layer.window for layer in layers] == [True, False, True, False]
+    assert [layer.rotary for layer in layers] == [True, True, False, True]
+    assert CONFIG.layers() is None
+
+
+def test_a_capped_loss_has_the_gradient_of_the_capped_logits():
+    config = DecoderConfig(**SHAPE, logit_soft_cap=0.3)
+    batch = row(5, 7)
+
+    def plain(state):
+        model = nnx.merge(nnx.graphdef(drawn(config)), state)
+        log_p = jax.nn.log_softmax(logits(model, batch))
+        return -jnp.take_along_axis(log_p, batch["targets"][..., None], -1).sum()
+
+    wanted = tree.named_leaves(jax.jit(jax.grad(plain))(nnx.state(drawn(config))))
+    for name, found in gradients(config).items():
+        np.testing.assert_allclose(found, wanted[name], atol=1e-5 * np.abs(wanted[name]).max(), err_msg=name)
+
+
+def test_padding_on_the_left_changes_nothing():
+    """B139: positions count real tokens."""
+    model, tokens = drawn(CONFIG), row(7)["tokens"]
+    padded = np.concatenate([np.zeros((1, 5), np.int32), tokens], axis=1)
+    found = model(padded, segment_ids=jnp.asarray(padded[:, :] * 0 + np.repeat([0, 1], [5, 7])))
+    np.testing.assert_allclose(found[:, 5:], model(tokens), atol=1e-5)
+
+
+def test_wrong_calls_are_refused():
+    model = drawn(CONFIG)
+    with pytest.raises(ValueError, match="token ids 0 to 64; this model takes 0 to 63"):
+        model([[0, 64]])
+    with pytest.raises(ValueError, match=r"tokens of shape \(2,\); \[batch, seq\] is needed"):
+        model([0, 1])
+    with pytest.raises(ValueError, match="a sequence of 17 tokens; this model takes 16"):
+        model([[0] * 17])
+
+
+def test_a_batch_that_does_not_divide_is_filled_up():
+    """B85: one, three and five rows on eight batch shards."""
+    plan = Plan(mesh="data:8")
+    model, tokens = drawn(CONFIG), np.random.default_rng(0).integers(0, VOCAB, (5, SEQ)).astype(np.int32)
+    wanted = model(tokens)
+    for rows in (1, 3, 5):
+        with executing(plan.execution(plan.layout())):
+            found = model(tokens[:rows])
+        np.testing.assert_allclose(found, wanted[:rows], atol=1e-5)
 
 
 def gradients(config: DecoderConfig, change=None):
@@ -206,7 +284,7 @@ def test_a_tied_table_on_a_tensor_axis(mesh):
 
     def forward(params, batch):
         with executing(program.plan.execution(program.layout)):
-            return nnx.merge(graph, params)(batch)
+            return logits(nnx.merge(graph, params), batch)
 
     compiled = jax.jit(forward).lower(state.params, batch).compile()
     np.testing.assert_allclose(compiled(state.params, batch), logits(drawn(TIED), full_batch()), atol=1e-5)
@@ -252,6 +330,8 @@ def test_a_vocabulary_that_does_not_divide_is_refused_not_replicated():
         (dict(mlp_dim=-8), "model.mlp_dim"),
         (dict(num_kv_heads=-2), "model.num_kv_heads"),
         (dict(head_dim=-8), "model.head_dim"),
+        (dict(rotary_dim=3), "model.rotary_dim 3: an even number up to head_dim 8 is needed"),
+        (dict(rotary_dim=10), "model.rotary_dim 10: an even number up to head_dim 8 is needed"),
     ],
 )
 def test_shapes_that_cannot_be_are_refused(fields, message):

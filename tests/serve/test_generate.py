@@ -49,11 +49,10 @@ def greedy(run) -> list[int]:
     model = run.model.build(nnx.Rngs(0))
     for path, node in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         node.set_value(jnp.asarray(numbers[f"params/{'/'.join(map(str, path))}"]))
-    logits = nnx.jit(lambda model, batch: model(batch))
+
     ids = [int(i) for i in Tokenizer.bytes().encode(PROMPT)]
     for _ in range(5):
-        batch = {"tokens": jnp.asarray([ids]), "positions": jnp.arange(len(ids))[None]}
-        ids.append(int(np.argmax(np.asarray(logits(model, batch))[0, -1])))
+        ids.append(int(np.argmax(np.asarray(model([ids]))[0, -1])))
     found = ids[len(PROMPT) :]
     assert 256 not in found and len(set(found)) > 2, "a text that says nothing tests nothing"
     return found
@@ -126,5 +125,5 @@ def test_it_stops_at_the_end_of_the_text(run, greedy: list[int]) -> None:
     checkpoints = Checkpoints(Path(run.directory) / "checkpoints", writable=False)
     model = restore_model(run.model, checkpoints, 3, Plan(mesh="data:1"))
     end = greedy[3]
-    found = list(generate(model, list(PROMPT.encode()), 5, max_positions=64, temperature=0, end_of_text=end))
+    found = list(generate(model, list(PROMPT.encode()), 5, max_positions=64, temperature=0, ends=[end]))
     assert found == greedy[: greedy.index(end)]
