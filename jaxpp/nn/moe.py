@@ -47,9 +47,8 @@ class MoeConfig:
 
     def __post_init__(self) -> None:
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
-            raise ValueError(
-                f"model.moe.experts_per_token = {self.experts_per_token}: 1 to num_experts = {self.num_experts} are needed"
-            )
+            most, given = self.num_experts, self.experts_per_token
+            raise ValueError(f"model.moe.experts_per_token = {given}: 1 to num_experts = {most} are needed")
         for name in ("num_experts", "mlp_dim", "shared_mlp_dim", "capacity_factor", "balance_loss", "z_loss"):
             if getattr(self, name) < 0:
                 raise ValueError(f"model.moe.{name} = {getattr(self, name)}: 0 or more are needed")

@@ -1,10 +1,12 @@
-"""Run a function on each device's own shard: the door for kernels that the compiler cannot split by itself."""
+"""Run a function on each device's own shard: the doors for what the compiler cannot split by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jaxpp.parallel.execution import active_layout
 
@@ -41,3 +43,24 @@ def per_shard(
         check_vma=False,  # kernels do not say how their results vary; differentiation happens outside
     )
     return shard(*arguments)
+
+
+def with_collectives(
+    function: Callable[..., Any], arguments: Sequence[jax.Array], specs: Sequence[PartitionSpec], results: Any
+) -> Any:
+    """Apply `function` to every device's shards; it holds its own collectives over the axes of the mesh.
+
+    Unlike `per_shard` it may be differentiated through: what varies over which axis is checked.
+
+    Args:
+        function: takes and returns local shards.
+        arguments: arrays.
+        specs: how each is split.
+        results: how each result is split, a tree like what `function` returns.
+
+    Cost: that of the function's collectives, and of laying the arguments out as `specs` say.
+    """
+    layout = active_layout()
+    if layout is None:
+        return function(*arguments)
+    return jax.shard_map(function, mesh=layout.mesh, in_specs=tuple(specs), out_specs=results)(*arguments)

@@ -1,6 +1,7 @@
 """The table of parallel schemes: a new one is a file beside this and a line here."""
 
 from jaxpp.parallel.data import Data
+from jaxpp.parallel.expert import Expert
 from jaxpp.parallel.rules import Scheme
 from jaxpp.parallel.sequence import Sequence
 from jaxpp.parallel.tensor_1d import Tensor1D
@@ -12,4 +13,5 @@ SCHEMES: dict[str, Scheme] = {
     "fsdp": Fsdp(),
     "tensor": Tensor1D(),
     "sequence": Sequence(),
+    "expert": Expert(),
 }

@@ -26,7 +26,7 @@ _spec.loader.exec_module(collectives)
 LAYERS, EMBED, VOCAB, BATCH, SEQ = 2, 64, 256, 16, 32
 CONFIG = DecoderConfig(VOCAB, LAYERS, EMBED, num_heads=8, mlp_dim=128)
 ACTIVATION, TOKENS = BATCH * SEQ * EMBED, BATCH * SEQ
-SIZES = {1: (8,), 2: (2, 4), 3: (2, 2, 2)}
+SIZES = {1: (8,), 2: (2, 4), 3: (2, 2, 2), 4: (1, 2, 2, 2)}
 
 
 def compositions() -> list[tuple[str, ...]]:
@@ -96,7 +96,7 @@ def test_every_way_to_run_it_computes_the_same(fields, oracle):
 
 
 def test_the_list_of_compositions_is_complete():
-    assert len(compositions()) == 17
+    assert len(compositions()) == 35
     assert {name for names in compositions() for name in names} == set(SCHEMES)
 
 

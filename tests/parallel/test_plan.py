@@ -45,8 +45,8 @@ def test_without_schemes_each_axis_brings_its_own(mesh, names):
 
 
 def test_an_axis_without_a_scheme_of_its_name_is_refused():
-    with pytest.raises(ValueError, match="mesh axis expert:2 is used by no scheme of data"):
-        Plan(mesh="data:4 expert:2").layout()
+    with pytest.raises(ValueError, match="mesh axis context:2 is used by no scheme of data"):
+        Plan(mesh="data:4 context:2").layout()
 
 
 def test_slices_keep_each_shard_group_together():
