@@ -127,7 +127,7 @@ def tokenise_corpus(config: DataConfig, survey: Survey, tokenizer: Tokenizer) ->
     """
     key = cache_key(
         tokenizers=importlib.metadata.version("tokenizers"),
-        tokenizer=tokenizer.to_json(),
+        tokenizer=[tokenizer.to_json(), tokenizer.end_of_text, tokenizer.begin_of_text, tokenizer.add_bos],
         held_out=[config.held_out, config.seed],
         corpus=survey.digest,
     )
@@ -149,7 +149,8 @@ def _read_tokenizer(directory: Path) -> Tokenizer | None:
 class _Piece(NamedTuple):
     text: str
     is_held_out: bool
-    is_end: bool  # of its document
+    is_start: bool  # of its document
+    is_end: bool
 
 
 def _pieces(config: DataConfig, survey: Survey) -> Iterator[_Piece]:
@@ -157,7 +158,7 @@ def _pieces(config: DataConfig, survey: Survey) -> Iterator[_Piece]:
     for document, is_held_out in zip(documents, survey.held_out.tolist(), strict=True):
         texts = list(text_pieces(document.text))
         for number, text in enumerate(texts, start=1):
-            yield _Piece(text, is_held_out, is_end=number == len(texts))
+            yield _Piece(text, is_held_out, is_start=number == 1, is_end=number == len(texts))
 
 
 def _piece_batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
@@ -194,6 +195,8 @@ def _write_splits(directory: Path, config: DataConfig, survey: Survey, tokenizer
             encoded = tokenizer.encode_batch([piece.text for piece in pieces])
             for piece, ids in zip(pieces, encoded, strict=True):
                 split = _SPLITS[piece.is_held_out]
+                if piece.is_start and tokenizer.add_bos:
+                    writers[split].append(np.array([tokenizer.begin_of_text]))
                 writers[split].append(ids)
                 if piece.is_end:
                     writers[split].append(np.array([tokenizer.end_of_text]))

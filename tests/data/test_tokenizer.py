@@ -162,3 +162,21 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
     assert str(path) in str(error.value) and "\n" not in str(error.value)
     path.write_text(Tokenizer.bytes().to_json())
     assert Tokenizer.load(path).vocab_size == 257
+
+
+def test_ends_may_be_given() -> None:
+    backend = Backend.from_str(Tokenizer.bytes().to_json())
+    tokenizer = Tokenizer(backend, ends=[97, 256])
+    assert tokenizer.end_of_text == 97 and tokenizer.ends == {97, 256}
+    assert tokenizer.decode([98, 97]) == "b" and tokenizer.token_bytes[97] == 0
+    assert Tokenizer.bytes().ends == {256} and Tokenizer.bytes().begin_of_text is None
+    with pytest.raises(ValueError, match="no token 999; its ids end at 256"):
+        Tokenizer(Backend.from_str(Tokenizer.bytes().to_json()), ends=[256, 999])
+
+
+def test_special_tokens_in_text_on_request() -> None:
+    tokenizer = Tokenizer.bytes()
+    text = f"a{END_OF_TEXT}b"
+    assert tokenizer.encode(text, special=True).tolist() == [97, 256, 98]
+    assert tokenizer.encode(text).tolist() == list(text.encode()) == tokenizer.encode(text, begin=True).tolist()
+    assert [ids.tolist() for ids in tokenizer.encode_batch([text])] == [list(text.encode())]
