@@ -179,9 +179,10 @@ class Decoder(nnx.Module):
             ValueError: a sequence longer than learned positions reach, or an id outside of the table.
         """
         config, execution = self.config, self.loaded.execution if self.loaded else None
+        longest = config.max_positions if config.positions == "learned" else None
         return forward(
             self, tokens, positions, segment_ids,
-            vocab_size=config.vocab_size, max_positions=config.max_positions, execution=execution,
+            vocab_size=config.vocab_size, max_positions=longest, execution=execution,
         )  # fmt: skip
 
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:

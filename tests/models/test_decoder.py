@@ -231,7 +231,7 @@ def test_wrong_calls_are_refused():
     with pytest.raises(ValueError, match=r"tokens of shape \(2,\); \[batch, seq\] is needed"):
         model([0, 1])
     with pytest.raises(ValueError, match="a sequence of 17 tokens; this model takes 16"):
-        model([[0] * 17])
+        drawn(DecoderConfig(**SHAPE, positions="learned"))([[0] * 17])
 
 
 def test_a_batch_that_does_not_divide_is_filled_up():
