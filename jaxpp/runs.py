@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxpp import config as configs
 from jaxpp.model import ModelConfig
-from jaxpp.models import FAMILIES
+from jaxpp.models import FAMILIES, PUBLISHED
 from jaxpp.names import unknown
 from jaxpp.train.config import Run
 
@@ -31,6 +31,11 @@ def build_model(values: Mapping[str, Any]) -> ModelConfig:
     values = dict(values)
     family, preset = values.pop("family", "decoder"), values.pop("preset", None)
     cls, sizes = _outside(family) if ":" in str(family) else _inside(family)
+    if family in PUBLISHED and preset is None:
+        raise ValueError(
+            f"model.family {family} needs a model.preset, which holds what sets it apart: {', '.join(sizes)}; a shape of "
+            'your own is of family "decoder", and a checkpoint (init=...) brings its model along'
+        )
     if preset is not None:
         if str(preset) not in sizes:
             raise ValueError(unknown("model.preset: unknown", str(preset), sizes))

@@ -36,7 +36,7 @@ def forward(
     segments: Int[Array, "batch seq"] | None = None,
     *,
     vocab_size: int,
-    max_positions: int,
+    max_positions: int | None = None,
     execution: Execution | None = None,
 ) -> Float[Array, "batch seq vocab"]:
     """Return the logits of the next token at every position.
@@ -47,7 +47,7 @@ def forward(
         positions: of each token in its document; by default they are counted within each segment.
         segments: document of each token, 0 for padding; by default each row is one document.
         vocab_size: ids from here on are refused, where `tokens` lies on the host.
-        max_positions: a longer sequence is refused.
+        max_positions: a longer sequence is refused (learned positions end there); None: any length.
         execution: layout and kernels; by default those in force. A batch that does not split over the layout's batch
             shards is filled up with copies of its first row, which are cut off again.
 
@@ -60,7 +60,7 @@ def forward(
             raise ValueError(f"token ids {tokens.min()} to {tokens.max()}; this model takes 0 to {vocab_size - 1}")
     if tokens.ndim != 2:
         raise ValueError(f"tokens of shape {tuple(tokens.shape)}; [batch, seq] is needed")
-    if tokens.shape[1] > max_positions:
+    if max_positions is not None and tokens.shape[1] > max_positions:
         raise ValueError(f"a sequence of {tokens.shape[1]} tokens; this model takes {max_positions}")
     batch = {"tokens": tokens, "positions": positions, "segments": segments}
     graph, state = nnx.split(model)

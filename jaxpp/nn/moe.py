@@ -110,6 +110,7 @@ class Moe(nnx.Module):
         keys = jax.random.split(key, 4)
         sizes = {"embed": embed_dim, "experts": config.num_experts}
         self.router = Linear(keys[0], "embed -> experts", sizes)
+        self.router.kernel.set_metadata(wide=True)  # rounded to bfloat16 it would send tokens elsewhere
         self.experts = Experts(keys[1], config.num_experts, embed_dim, self.config.mlp_dim, out_scale)
         shared = {"kind": "gated", "activation": activation, "out_scale": out_scale}
         self.shared = Mlp(keys[2], embed_dim, config.shared_mlp_dim, **shared) if config.shared_mlp_dim else None

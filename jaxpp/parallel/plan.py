@@ -24,7 +24,7 @@ class Plan:
     """How a model is laid out and run on a mesh."""
 
     mesh: str = "data:-1"  # axis:size ..., one size may be -1; dcn.axis:size across slices
-    schemes: tuple[str, ...] = ()  # of data zero1 fsdp tensor sequence; empty: the scheme of each axis's name
+    schemes: tuple[str, ...] = ()  # of data zero1 fsdp tensor sequence expert; empty: the scheme of each axis's name
     microbatches: int = 1  # gradient accumulation: parts that a global batch is run in
     remat: str = "none"  # what the backward pass recomputes: none, full, dots, block
     layers: Literal["scan", "unroll"] = "scan"  # one compiled block, or one per layer

@@ -52,12 +52,19 @@ class Run:
 
     model: ModelConfig  # family, preset and overrides
     directory: str = "runs/default"  # all that the run writes; it resumes by itself from here
+    init: str = ""  # checkpoint of any format whose weights and tokenizer a new run starts from
     cpu_devices: int = 0  # run on this many made-up CPU devices; 0: on the machine's own devices
     plan: Plan = field(default_factory=Plan)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+def active_experts(model: ModelConfig) -> int:
+    """Return how many of a model's experts each token visits; 0 where it has none."""
+    moe = getattr(model, "moe", None)
+    return moe.experts_per_token if moe is not None and moe.num_experts else 0
 
 
 def resolved(run: Run) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from jaxpp.train.evaluate import evaluate
 from jaxpp.train.metrics import MetricsLog, evaluation_line, memory_record, train_line
 from jaxpp.train.optimizer import make_schedule
 from jaxpp.train.program import TrainState
-from jaxpp.train.session import Session, open_session
+from jaxpp.train.session import Initial, Session, open_session
 from jaxpp.train.stop import StopSignal
 
 
@@ -35,9 +35,14 @@ class Trainer:
         >>> trainer = Trainer(Run(DecoderConfig(), directory="runs/first"))  # then: trainer.fit()
     """
 
-    def __init__(self, run: Run):
-        """Keep the config; nothing is opened before `fit`."""
-        self.run = run
+    def __init__(self, run: Run, initial: Initial | None = None):
+        """Keep the config; nothing is opened before `fit`.
+
+        Args:
+            run: the config.
+            initial: a checkpoint to start from, as `jaxpp.pretrained.open_checkpoint` opens it.
+        """
+        self.run, self.initial = run, initial
 
     def fit(self) -> dict[str, Any]:
         """Train until ``run.train.num_steps`` updates are done, or a signal asks to stop.
@@ -50,7 +55,7 @@ class Trainer:
             ValueError: the config does not fit itself, the devices, the data or the checkpoint.
             Diverged: the loss, the gradient or a weight is not finite.
         """
-        with _Loop(open_session(self.run)) as loop:
+        with _Loop(open_session(self.run, self.initial)) as loop:
             return loop.run()
 
 

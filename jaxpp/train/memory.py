@@ -13,7 +13,8 @@ compute dtype.
 
 Not counted: batch, counters, collective buffers, workspaces of library calls, fragmentation, fusions that the compiler
 refuses. On XLA:CPU bf16 is kept as fp32 (predicted / compiled = 0.65), and unrolled layers are not recomputed whatever
-the remat policy (0.35 for full). Experts and weights that multiply in a way of their own count as plain products.
+the remat policy (0.35 for full). Of experts, those that a token visits count, without the padding of their tiles; weights
+that multiply in a way of their own count as plain products.
 
 Scanned fp32 decoders of 1 M to 15 M parameters (jax 0.10.2, eight CPU devices, meshes data:1, data:8, fsdp:8 and data:2
 fsdp:2 tensor:2, all remat policies, 1 and 2 microbatches): predicted / compiled = 0.88 to 1.22.
@@ -79,15 +80,16 @@ class Memory:
         return held + self.kept_bytes + self.scores_bytes + max(self.block_bytes, self.loss_bytes)
 
 
-def memory(program: Program, batch_size: int, seq_len: int) -> Memory:
+def memory(program: Program, batch_size: int, seq_len: int, active_experts: int = 0) -> Memory:
     """Predict the memory of one step.
 
     Args:
         program: its abstract state is all that is read.
         batch_size: rows of the global batch.
         seq_len: tokens of a row.
+        active_experts: experts that each token visits, where there are experts.
     """
-    state, sizes = program.abstract_state, _Sizes(program, batch_size, seq_len)
+    state, sizes = program.abstract_state, _Sizes(program, batch_size, seq_len, active_experts)
     scores = sizes.scores_elements * (FP32_BYTES + sizes.item)
     kept, recomputed = sizes.kept_by_block, program.plan.remat != "none"
     return Memory(
@@ -123,9 +125,9 @@ class Weight:
     also: dims.Arrow | None
 
     @property
-    def count(self) -> int:
-        """Over how many layers (experts ...) it is stacked."""
-        return self.arrow.sizes(self.shape)[0]
+    def sizes(self) -> dict[str, int]:
+        """Size of each of its dims."""
+        return dict(zip(self.arrow.dims, self.shape, strict=True))
 
     @property
     def multiplies(self) -> bool:
@@ -138,6 +140,7 @@ class _Sizes:
     program: Program
     batch_size: int
     seq_len: int
+    active_experts: int
 
     @property
     def layout(self) -> Layout:
@@ -156,11 +159,16 @@ class _Sizes:
 
     @cached_property
     def size(self) -> dict[str, int]:
-        return {dim: size for w in self.weights for dim, size in zip(w.arrow.dims, w.shape, strict=True)}
+        return {dim: size for w in self.weights for dim, size in w.sizes.items()}
 
-    def width(self, names: tuple[str, ...], place: Place = "inside") -> int:
-        """Return the elements that one device holds of an array with these dims."""
-        return math.prod(-(-self.size[dim] // self.layout.num_shards(dim, place)) for dim in names)
+    def width(self, names: tuple[str, ...], place: Place = "inside", of: Weight | None = None) -> int:
+        """Return the elements that one device holds of an array with these dims, sized as those of a weight."""
+        sizes = of.sizes if of else self.size
+        return math.prod(-(-sizes[dim] // self.layout.num_shards(dim, place)) for dim in names)
+
+    def visits(self, weight: Weight) -> int:
+        """Return how many of the arrays that a weight is a stack of (experts) each token meets."""
+        return self.active_experts if "experts" in weight.arrow.stacked and self.active_experts else 1
 
     def rows(self, place: Place) -> float:
         return self.batch_size / self.program.plan.microbatches / self.layout.num_shards("batch", place)
@@ -177,7 +185,7 @@ class _Sizes:
 
     @property
     def num_layers(self) -> int:
-        return max((w.count for w in self.weights if w.multiplies), default=1)
+        return max((w.sizes.get("layers", 1) for w in self.weights if w.multiplies), default=1)
 
     @property
     def products(self) -> list[Weight]:
@@ -203,12 +211,16 @@ class _Sizes:
     @property
     def written(self) -> float:
         """Elements that the weights into a branch write."""
-        return self.inside * sum(self.width(w.arrow.writes) for w in self.products if w.arrow.writes != (STREAM,))
+        into = [w for w in self.products if w.arrow.writes != (STREAM,)]
+        return self.inside * sum(self.visits(w) * self.width(w.arrow.writes, of=w) for w in into)
 
     @property
     def block_bytes(self) -> int:
         """Bytes that one block keeps when nothing is recomputed, without scores."""
-        hidden = [(self.width(w.arrow.reads), w.arrow.reads == ("heads", "head_dim")) for w in self.branches]
+        hidden = [
+            (self.visits(w) * self.width(w.arrow.reads, of=w), w.arrow.reads == ("heads", "head_dim"))
+            for w in self.branches
+        ]
         read = sum(width if attends else 4 * width for width, attends in hidden)
         entered = self.inside * self.size.get(STREAM, 0)
         norms = len(self.branches) * (self.stream * (2 * FP32_BYTES + self.item) + entered * self.item)
@@ -244,16 +256,17 @@ class _Sizes:
 
     @property
     def gradients_bytes(self) -> int:
-        return FP32_BYTES * sum(self.width(w.arrow.dims, "moments") for w in self.weights)
+        return FP32_BYTES * sum(self.width(w.arrow.dims, "moments", w) for w in self.weights)
 
     @property
     def gathered_bytes(self) -> int:
         """Bytes of one block's weights gathered, and of their gradients before these are split."""
         total = 0
-        for arrow in (w.arrow.unstack() for w in self.products):
-            whole = self.width(arrow.dims, "compute")
-            total += self.item * whole * (whole > self.width(arrow.dims, "weights"))
-            total += FP32_BYTES * whole * (whole > self.width(arrow.dims, "moments"))
+        for w in self.products:
+            dims_of_one = w.arrow.unstack().dims
+            whole = self.width(dims_of_one, "compute", w)
+            total += self.item * whole * (whole > self.width(dims_of_one, "weights", w))
+            total += FP32_BYTES * whole * (whole > self.width(dims_of_one, "moments", w))
         return total
 
     @property

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxpp import tree
 from jaxpp.mesh import Device
 from jaxpp.model import Trainable
 from jaxpp.parallel import Layout, Plan, executing
@@ -120,16 +121,33 @@ class Program:
     def adopt(self, model: nnx.Module) -> TrainState:
         """Lay the weights of an existing model out; its own arrays stay valid."""
         _, params, other = nnx.split(model, nnx.Param, ...)
-        state = TrainState(jnp.zeros((), jnp.int32), params, other, None)
         goal = self.shardings
-        placed = jax.jit(lambda s: jax.tree.map(jnp.copy, s), out_shardings=_without_optimizer(goal))(state)
-        moments = jax.jit(self.optimizer.init, out_shardings=goal.optimizer)(placed.params)
-        return TrainState(placed.step, placed.params, placed.other, moments)
+        place = jax.jit(lambda s: jax.tree.map(jnp.copy, s), out_shardings=(goal.params, goal.other))
+        return self._start(*place((params, other)))
+
+    def begin(self, params: Any, seed: int = 0) -> TrainState:
+        """Start from given weights, on the shardings and in the dtypes of `abstract_state`."""
+
+        def draw() -> Any:
+            return nnx.split(self.build(nnx.Rngs(seed)), nnx.Param, ...)[2]
+
+        return self._start(params, jax.jit(draw, out_shardings=self.shardings.other)())
+
+    def _start(self, params: Any, other: Any) -> TrainState:
+        goal = self.shardings
+        moments = jax.jit(self.optimizer.init, out_shardings=goal.optimizer)(params)
+        return TrainState(jax.device_put(jnp.zeros((), jnp.int32), goal.step), params, other, moments)
 
     def in_compute_dtype(self, params: Any) -> Any:
-        """Cast floating weights to the dtype to compute in."""
+        """Cast floating weights to the dtype to compute in, but for those that say ``wide`` (a router's)."""
         dtype = self.plan.dtype()
-        return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
+
+        def one(path: str, node: Any) -> Any:
+            value = node.get_value()
+            stays = node.get_metadata().get("wide", False) or not jnp.issubdtype(value.dtype, jnp.floating)
+            return value if stays else value.astype(dtype)
+
+        return tree.map_named(one, params)
 
     def summed_loss(self, params: Any, other: Any, batch: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         """Return the loss sum, and beside it the weight sum and the model's other variables after the pass."""
@@ -269,10 +287,6 @@ class Program:
 
 def _as_is(model: nnx.Module, rngs: nnx.Rngs) -> nnx.Module:
     return model
-
-
-def _without_optimizer(state: TrainState) -> TrainState:
-    return TrainState(state.step, state.params, state.other, None)
 
 
 def make_program(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxpp import dims, tree
 from jaxpp.mesh import MeshSpec
 from jaxpp.parallel import Layout, bytes_per_device
-from jaxpp.train.config import Run
+from jaxpp.train.config import Run, active_experts
 from jaxpp.train.memory import Memory, memory
 from jaxpp.train.program import Program
 from jaxpp.train.session import check
@@ -43,7 +43,7 @@ def report(run: Run, compiled: bool = False) -> str:
         ValueError: the run cannot work; as `jaxpp train` would say.
     """
     program = check(run)
-    predicted = memory(program, run.data.batch_size, run.data.seq_len)
+    predicted = memory(program, run.data.batch_size, run.data.seq_len, active_experts(run.model))
     parts = [_summary(run, program), _weights(program), _memory(program, predicted)]
     if compiled:
         parts.append(_compiled(run, program, predicted))
@@ -91,7 +91,7 @@ def _summary(run: Run, program: Program) -> str:
     device = mesh.devices.flat[0]
     spec = MeshSpec.parse(plan.mesh).resolve(mesh.size)
     tokens = data.batch_size * data.seq_len
-    flops = dims.flops_per_token(program.params, data.seq_len, plan.dims)
+    flops = dims.flops_per_token(program.params, data.seq_len, plan.dims, active_experts(run.model))
     parts = f", in {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
     rows = [
         ("model", f"{getattr(type(run.model), 'family', type(run.model).__name__)}, {_count(program):,} parameters"),

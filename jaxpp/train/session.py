@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import jax
 
@@ -21,12 +22,32 @@ from jaxpp.checkpoint import Checkpoints
 from jaxpp.data import Data, Tokenizer, open_data
 from jaxpp.data.corpus import find_tokenizer
 from jaxpp.data.loader import TrainLoader
+from jaxpp.data.published import TEXTS, tokenizer_of
 from jaxpp.nn.attention import check_kernel
 from jaxpp.nn.stack import remat_policy
-from jaxpp.train.config import Run, resolved
+from jaxpp.train.config import Run, active_experts, resolved
 from jaxpp.train.metrics import Rates, peak_flops_per_s
 from jaxpp.train.optimizer import make_optimizer
 from jaxpp.train.program import Program, TrainState, make_program
+
+OWN_TEXTS = ("config.yaml", "plan.yaml", "data.json")  # what a run writes beside the documents that it carries along
+
+
+class Initial(Protocol):
+    """What a new run can start from: `jaxpp.pretrained.open_checkpoint` gives one."""
+
+    @property
+    def texts(self) -> Mapping[str, str]:
+        """The documents that travel with the weights."""
+        ...
+
+    def tokenizer(self) -> Tokenizer | None:
+        """Return its tokenizer, if it has one."""
+        ...
+
+    def read(self, like: Any) -> Any:
+        """Read its weights onto the shardings and into the dtypes of `like`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,6 +63,7 @@ class Session:
         start: updates done before.
         checkpoints: where states go.
         notes: what the user should know of how it was opened.
+        documents: what travels with the weights: of the checkpoint that the run began from, or its own tokenizer.
     """
 
     run: Run
@@ -52,6 +74,7 @@ class Session:
     start: int
     checkpoints: Checkpoints
     notes: tuple[str, ...]
+    documents: Mapping[str, str]
 
     @property
     def rates(self) -> Rates:
@@ -59,7 +82,7 @@ class Session:
         run, mesh = self.run, self.program.layout.mesh
         return Rates(
             run.data.batch_size * run.data.seq_len,
-            dims.flops_per_token(self.program.params, run.data.seq_len, run.plan.dims),
+            dims.flops_per_token(self.program.params, run.data.seq_len, run.plan.dims, active_experts(run.model)),
             mesh.size,
             peak_flops_per_s(mesh.devices.flat[0]),
         )
@@ -67,9 +90,9 @@ class Session:
     def texts(self, step: int) -> dict[str, str]:
         """Return the documents that lie beside the arrays of the checkpoint of `step`."""
         return {
+            **self.documents,
             "config.yaml": configs.dump(resolved(self.run)),
             "plan.yaml": configs.dump(self.run.plan),
-            "tokenizer.json": self.data.tokenizer.to_json(),
             "data.json": json.dumps({**self.loader.state(), "step": step}),
         }
 
@@ -87,7 +110,7 @@ def check(run: Run) -> Program:
             f"data.seq_len {run.data.seq_len} is longer than model.max_positions {run.model.max_positions}; "
             f"set data.seq_len={run.model.max_positions} or model.max_positions={run.data.seq_len}"
         )
-    if run.data.tokenizer == "bpe":
+    if run.data.tokenizer == "bpe" and not run.init:
         check_vocabulary(run, run.data.vocab_size)
     program = make_program(run.model, make_optimizer(run.optimizer), run.plan)
     program.layout.check_batch(run.data.batch_size, run.data.seq_len, run.plan.microbatches)
@@ -170,8 +193,7 @@ def _check_fits(run: Run, program: Program, checkpoints: Checkpoints, step: int,
         raise ValueError(f"not the tokenizer of the checkpoint: {'; '.join(causes)}; {advice}")
 
 
-def _open_data(run: Run, texts: Mapping[str, str]) -> Data:
-    tokenizer = Tokenizer.from_json(texts["tokenizer.json"]) if texts else None
+def _open_data(run: Run, tokenizer: Tokenizer | None) -> Data:
     if tokenizer is None and run.data.tokenizer != "bpe":
         tokenizer = find_tokenizer(run.data, [])
     if tokenizer is not None:  # before the corpora are tokenised with it, which takes a while
@@ -180,6 +202,25 @@ def _open_data(run: Run, texts: Mapping[str, str]) -> Data:
     if jax.process_count() > 1:
         runtime.agree(json.dumps(data.fingerprint, sort_keys=True), "the data (corpora and tokenizer)")
     return data
+
+
+def _begin(run: Run, program: Program, initial: Initial | None) -> tuple[Data, TrainState, Mapping[str, str]]:
+    """Return data, state and documents of a run that starts anew.
+
+    A tokenizer that the run names wins over that of the weights that it starts from; the others, which were made for
+    those weights, are left to them.
+    """
+    own = initial.tokenizer() if initial is not None and run.data.tokenizer == "bpe" else None
+    data = _open_data(run, own)
+    state = program.init(run.train.seed) if initial is None else _from(initial, program, run.train.seed)
+    carried = {} if initial is None else {k: v for k, v in initial.texts.items() if k not in OWN_TEXTS}
+    if own is None:
+        carried = {k: v for k, v in carried.items() if k not in TEXTS} | {"tokenizer.json": data.tokenizer.to_json()}
+    return data, state, carried
+
+
+def _from(initial: Initial, program: Program, seed: int) -> TrainState:
+    return program.begin(initial.read(program.abstract_state.params), seed)
 
 
 def _set_newer_aside(directory: Path, checkpoints: Checkpoints, step: int) -> list[str]:
@@ -193,8 +234,12 @@ def _set_newer_aside(directory: Path, checkpoints: Checkpoints, step: int) -> li
     return [f"the steps beyond {step} now lie in {aside}"]
 
 
-def open_session(run: Run) -> Session:
+def open_session(run: Run, initial: Initial | None = None) -> Session:
     """Open a run: from its newest checkpoint if its directory holds one, else from the start.
+
+    Args:
+        run: its config.
+        initial: weights and tokenizer to start from; not looked at where there is a checkpoint.
 
     Raises:
         ValueError: whatever the user can mend, in one line; nothing on disk has been harmed.
@@ -206,14 +251,15 @@ def open_session(run: Run) -> Session:
         step = _chosen_step(run, checkpoints)
         notes = [f"ignored unfinished checkpoint {name}" for name in checkpoints.incomplete()]
         if step is None:
-            data = _open_data(run, {})
+            data, state, documents = _begin(run, program, initial)
             loader = data.train(program.rows(run.data.batch_size))
-            state = program.init(run.train.seed)
+            notes += [f"started from {run.init}"] if initial is not None else []
         else:
             texts = checkpoints.texts(step)
             changes = configs.difference(configs.parse(texts["config.yaml"], "config.yaml"), resolved(run))
             _check_fits(run, program, checkpoints, step, changes)
-            data = _open_data(run, texts)
+            data = _open_data(run, tokenizer_of(texts))
+            documents = {name: text for name, text in texts.items() if name not in OWN_TEXTS}
             loader = data.train(program.rows(run.data.batch_size), start_step=step)
             loader.restore(json.loads(texts["data.json"]))
             state = checkpoints.restore(step, program.abstract_state)
@@ -222,4 +268,4 @@ def open_session(run: Run) -> Session:
     if runtime.is_main():
         (path.parent / "config.yaml").write_text(configs.dump(resolved(run)))
         (path.parent / "tokenizer.json").write_text(data.tokenizer.to_json())
-    return Session(run, program, data, loader, state, step or 0, checkpoints, tuple(notes))
+    return Session(run, program, data, loader, state, step or 0, checkpoints, tuple(notes), documents)

@@ -18,12 +18,12 @@ from jaxpp import tree
 from jaxpp.data import open_data
 from jaxpp.mesh import Device
 from jaxpp.parallel import Plan
-from jaxpp.train.config import Run
+from jaxpp.train.config import Run, active_experts
 from jaxpp.train.optimizer import make_optimizer
 from jaxpp.train.program import Program, TrainState, make_program
 from jaxpp.train.session import check_vocabulary
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "tensor")  # and expert, where there are experts
 ADDED = {"data": "zero1", "tensor": "sequence"}  # a scheme that may be added to that of its axis
 
 TOLERANCES = {"float32": (1e-5, 2e-5), "bfloat16": (1e-3, 1e-1)}
@@ -38,17 +38,17 @@ ROW = "{:<26} {:<30} {:>10} {:>10} {:>10}  {}"
 HEADER = ROW.format("mesh", "schemes", "loss", "loss diff", "grad diff", "verdict")
 
 
-def candidates(num_devices: int) -> Iterator[Plan]:
-    """Yield every mesh over data, fsdp, tensor of this many devices, with every combination of schemes."""
+def candidates(num_devices: int, axes: Sequence[str] = AXES) -> Iterator[Plan]:
+    """Yield every mesh over these axes of this many devices, with every combination of schemes."""
     sizes = [n for n in range(num_devices, 0, -1) if num_devices % n == 0]
-    for shape in itertools.product(sizes, repeat=len(AXES)):
+    for shape in itertools.product(sizes, repeat=len(axes)):
         if np.prod(shape) != num_devices:
             continue
-        axes = {axis: n for axis, n in zip(AXES, shape, strict=True) if n > 1} or {"data": 1}
-        extras = [ADDED[axis] for axis in axes if axis in ADDED and axes[axis] > 1]
+        used = {axis: n for axis, n in zip(axes, shape, strict=True) if n > 1} or {"data": 1}
+        extras = [ADDED[axis] for axis in used if axis in ADDED and used[axis] > 1]
         for chosen in itertools.product((False, True), repeat=len(extras)):
             added = [extra for extra, wanted in zip(extras, chosen, strict=True) if wanted]
-            yield Plan(" ".join(f"{axis}:{n}" for axis, n in axes.items()), (*axes, *added))
+            yield Plan(" ".join(f"{axis}:{n}" for axis, n in used.items()), (*used, *added))
 
 
 def _like(run: Run, plan: Plan) -> Plan:
@@ -71,7 +71,8 @@ def _program(run: Run, plan: Plan, devices: Sequence[Device]) -> Program:
 def _sort(run: Run, devices: Sequence[Device]) -> tuple[list[Plan], dict[str, str]]:
     """Return the legal plans, and why each of the other meshes is none."""
     legal, refused = [], {}
-    for plan in (_like(run, candidate) for candidate in candidates(len(devices))):
+    axes = (*AXES, "expert") if active_experts(run.model) else AXES
+    for plan in (_like(run, candidate) for candidate in candidates(len(devices), axes)):
         try:
             _program(run, plan, devices)
             legal.append(plan)

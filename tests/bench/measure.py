@@ -196,7 +196,8 @@ def compile_time(case: Case) -> dict[str, Any]:
 
 def full_logits_loss(model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
     """Return the same loss as the model's own, through the logits of all tokens at once."""
-    picked = jnp.take_along_axis(jax.nn.log_softmax(model.logits(model.run(model.embed(batch), batch))), batch["targets"][..., None], axis=-1)
+    logits = model.logits(model.run(model.embed(batch), batch))
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1)
     return -jnp.sum(picked[..., 0] * batch["weights"]), jnp.sum(batch["weights"])
 
 

@@ -39,6 +39,10 @@ RANKS = {
     "swarm": 6,
     "doctor": 6,
     "runs": 6,  # the one place that knows both the families and the trainer
+    "pretrained": 6.1,  # checkpoints of any format, ours through `runs`
+    "conversion": 6.2,
+    "describe": 6.3,
+    "commands": 6.9,
     "cli": 7,
     "__main__": 8,
     "": 8,  # the package itself: it offers names from everywhere, so nothing inside imports from it
@@ -52,10 +56,14 @@ DOORS = {
     "etils": {"checkpoint", "checkpoint_files"},  # orbax's own paths: it installs them and takes them
     "grain": {"data"},
     "tokenizers": {"data"},
+    "jinja2": {"data.chat"},
+    "gguf": {"convert.gguf"},
+    "huggingface_hub": {"convert.hub"},
+    "ml_dtypes": {"convert"},  # numpy's bfloat16; jax itself installs it
     "jsonargparse": {"config"},
     "yaml": {"config"},
     "tensorboardX": {"train"},
-    "rich": {"train", "cli"},
+    "rich": {"train", "commands"},
     "psutil": {"runtime", "doctor"},
     "ray": {"swarm", "regime"},
     "fastapi": {"serve.server"},
