@@ -1,0 +1,241 @@
+"""Weights out to safetensors files, tensor by tensor.
+
+Nothing half-written looks complete: files are written under temporary names, and take their own, with the index last,
+once all are whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpp import tree
+from jaxpp.convert.gather import agree, shards_of
+from jaxpp.convert.places import Parts, Weight, listed, weights
+from jaxpp.convert.regions import Region, size
+from jaxpp.convert.safetensors import DTYPES, INDEX, SINGLE
+from jaxpp.convert.transpose import copy_into
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_PARTIAL = ".partial"
+_ALIGNMENT = 8  # bytes; the data begin at a multiple
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor to be written, and the regions of our weights that fill it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    filled_by: tuple[tuple[Weight, Region], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_safetensors(
+    directory: str | os.PathLike[str],
+    parts: Parts,
+    params: Any,
+    *,
+    dtype: Any = None,
+    max_file_bytes: float = 5e9,
+    metadata: Mapping[str, str] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[str]:
+    """Write the weights of a model as ``model.safetensors``, or as several files with an index.
+
+    With several processes all must call, on a directory that the first one sees; only that one writes.
+
+    Args:
+        directory: made if missing. Weights that lie there are replaced when the new ones are whole; if the write
+            fails, they are as they were.
+        parts: path of each weight to where it lies; the first form is written.
+        params: ``nnx.State`` of arrays with arrows, on any shardings.
+        dtype: of all tensors; None: each weight's own.
+        max_file_bytes: tensors are spread over files of at most this size; a larger tensor has a file of its own.
+        metadata: texts of each file's header; ``{"format": "pt"}`` if None, which transformers asks for.
+        progress: called with the bytes written since the last call.
+
+    Returns:
+        The names of the files, the index among them.
+
+    Raises:
+        ValueError: the parts do not fit the weights, a tensor would have a hole, or the dtype is unknown.
+        OSError: the directory cannot be written, or is full.
+
+    Cost: host memory: one tensor of the files, and one slice of a weight on its way there; on the wire, what the first
+        process does not hold itself.
+    """
+    if not max_file_bytes > 0:
+        raise ValueError(f"max_file_bytes = {max_file_bytes}: more than 0 are needed, e.g. 5e9")
+    tensors = _tensors(parts, params, dtype)
+    files = _spread(tensors, max_file_bytes)
+    arrays, target = tree.named_leaves(params), Path(directory)
+    error = _made(target) if jax.process_index() == 0 else None
+    for name, members in files.items():
+        if not agree(error is None):
+            break
+        path = target / (name + _PARTIAL)
+        error = _write_file(path, members, arrays, metadata or {"format": "pt"}, progress or (lambda num_bytes: None))
+    if jax.process_index() == 0 and error is None:
+        error = _put_in_place(target, files)
+    ok = agree(error is None)
+    if error is not None:
+        _clean(target, files)
+        raise OSError(f"{target} was not written: {error.strerror or error}") from error
+    if not ok:
+        raise OSError(f"{target} was not written by the first process; its message says why")
+    return [*files, INDEX] if len(files) > 1 else list(files)
+
+
+def _clean(directory: Path, files: Iterable[str]) -> None:
+    for name in files:
+        with contextlib.suppress(OSError):
+            (directory / (name + _PARTIAL)).unlink(missing_ok=True)
+
+
+def _tensors(parts: Parts, params: Any, dtype: Any) -> list[_Tensor]:
+    """List the tensors to write, in the order of their names with numbers counted: layer by layer."""
+    nodes = tree.named_leaves(params)
+    filled: dict[str, list[tuple[Weight, Region]]] = {}
+    for weight in weights(parts, params):
+        for name, region in weight.tensors():
+            filled.setdefault(name, []).append((weight, region))
+    tensors = []
+    for name in sorted(filled, key=_natural):
+        shapes = {weight.file_shape for weight, _ in filled[name]}
+        dtypes = {np.dtype(dtype or nodes[weight.path].dtype) for weight, _ in filled[name]}
+        _check_whole(name, filled[name], shapes, dtypes)
+        tensors.append(_Tensor(name, shapes.pop(), dtypes.pop(), tuple(filled[name])))
+    return tensors
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    return [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in re.split(r"(\d+)", name)]
+
+
+def _check_whole(
+    name: str, filled: Sequence[tuple[Weight, Region]], shapes: set[tuple[int, ...]], dtypes: set[np.dtype]
+) -> None:
+    paths = listed([weight.path for weight, _ in filled])
+    if len(shapes) > 1:
+        raise ValueError(f"tensor {name} of {paths} would have the shapes {sorted(shapes)}; their parts must agree")
+    if len(dtypes) > 1:
+        names = sorted(dtype.name for dtype in dtypes)
+        raise ValueError(f"tensor {name} of {paths} would be of {' and '.join(names)}; give dtype= to write one")
+    if (found := next(iter(dtypes))) not in _CODES:
+        raise ValueError(f"tensor {name}: safetensors has no type {found}; give dtype=, e.g. bfloat16")
+    needed = math.prod(next(iter(shapes)))
+    count = sum(math.prod(size(region)) for _, region in filled)
+    if count != needed:
+        raise ValueError(f"tensor {name} has {needed} elements, but {paths} fill {count}: each must be filled once")
+
+
+def _spread(tensors: Sequence[_Tensor], max_bytes: float) -> dict[str, list[_Tensor]]:
+    groups: list[list[_Tensor]] = [[]]
+    room = max_bytes
+    for tensor in tensors:
+        if groups[-1] and tensor.num_bytes > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(tensor)
+        room -= tensor.num_bytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _made(directory: Path) -> OSError | None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return error
+    return None
+
+
+def _write_file(
+    path: Path,
+    tensors: Sequence[_Tensor],
+    arrays: Mapping[str, jax.Array],
+    metadata: Mapping[str, str],
+    progress: Callable[[int], None],
+) -> OSError | None:
+    """Write one file; only the first process does, from what all send."""
+    rest, error = iter(tensors), None
+    if jax.process_index() == 0:
+        try:
+            with path.open("wb") as file:
+                file.write(_header(tensors, metadata))
+                for tensor in rest:
+                    file.write(_assembled(tensor, arrays).reshape(-1).view(np.uint8).data)
+                    progress(tensor.num_bytes)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as found:
+            error = found
+    for tensor in rest:  # after an error, too: the others would wait for ever
+        _assembled(tensor, arrays)
+    return error
+
+
+def _header(tensors: Sequence[_Tensor], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    start = 0
+    for tensor in tensors:
+        offsets = [start, start + tensor.num_bytes]
+        entries[tensor.name] = {"dtype": _CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
+        start += tensor.num_bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _assembled(tensor: _Tensor, arrays: Mapping[str, jax.Array]) -> np.ndarray:
+    whole = np.empty(tensor.shape if jax.process_index() == 0 else 0, tensor.dtype)
+    for weight, region in tensor.filled_by:
+        for place, values in shards_of(arrays[weight.path], region):
+            if whole.size:
+                copy_into(weight.view(whole)[place], values)
+    return whole
+
+
+def _put_in_place(directory: Path, files: Mapping[str, Sequence[_Tensor]]) -> OSError | None:
+    """Give the files their names: the old index goes first and the new one comes last, so no mixture looks whole."""
+    try:
+        (directory / INDEX).unlink(missing_ok=True)
+        for name in files:
+            (directory / (name + _PARTIAL)).replace(directory / name)
+        for old in _old_weights(directory, files):
+            old.unlink()
+        if len(files) > 1:
+            partial = directory / (INDEX + _PARTIAL)
+            partial.write_text(_index(files))
+            partial.replace(directory / INDEX)
+    except OSError as error:
+        return error
+    return None
+
+
+def _old_weights(directory: Path, files: Mapping[str, Any]) -> Iterator[Path]:
+    for path in sorted(directory.glob("model*.safetensors")):
+        if path.name not in files and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", path.name):
+            yield path
+
+
+def _index(files: Mapping[str, Sequence[_Tensor]]) -> str:
+    total = sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
+    weight_map = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
