@@ -5,6 +5,7 @@ The one place that knows both the families and the trainer.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,8 +40,15 @@ def build_model(values: Mapping[str, Any]) -> ModelConfig:
     if preset is not None:
         if str(preset) not in sizes:
             raise ValueError(unknown("model.preset: unknown", str(preset), sizes))
-        values = {**sizes[str(preset)], **values}
+        values = _over(sizes[str(preset)], values)
     return configs.build(cls, values, at="model")
+
+
+def _over(preset: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay values over those of a preset, field by field where a field is a section (``moe``, ``rope_scaling``)."""
+    plain = {k: configs.to_dict(v) if dataclasses.is_dataclass(v) else v for k, v in preset.items()}
+    sections = {k: {**plain[k], **v} for k, v in values.items() if isinstance(v, Mapping) and k in plain}
+    return {**plain, **values, **sections}
 
 
 def _inside(family: str) -> tuple[type, Mapping[str, Mapping[str, Any]]]:

@@ -123,6 +123,8 @@ def _default_mlp_dim(embed_dim: int, kind: str) -> int:
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "1m": dict(num_layers=4, embed_dim=128, num_heads=4, num_kv_heads=2, vocab_size=2048, max_positions=512),
     "4m": dict(num_layers=6, embed_dim=192, num_heads=6, num_kv_heads=2, vocab_size=4096, max_positions=1024),
+    "moe-4m": dict(num_layers=4, embed_dim=128, num_heads=4, num_kv_heads=2, mlp_dim=256, vocab_size=2048, max_positions=512,
+                   moe=MoeConfig(num_experts=8, experts_per_token=2, balance_loss=0.01, z_loss=1e-3)),
     "15m": dict(num_layers=8, embed_dim=320, num_heads=5, num_kv_heads=5, vocab_size=8192),
     "60m": dict(num_layers=12, embed_dim=512, num_heads=8, num_kv_heads=4, vocab_size=16384),
     "160m": dict(num_layers=12, embed_dim=768, num_heads=12, num_kv_heads=4, vocab_size=32768),

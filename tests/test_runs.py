@@ -25,6 +25,13 @@ def test_a_model_from_a_family_a_preset_and_fields():
     assert build_model({"family": OUTSIDE, "num_layers": 2}) == DecoderConfig(num_layers=2)
 
 
+def test_sections_of_a_preset_are_changed_field_by_field():
+    moe = build_model({"preset": "moe-4m", "moe": {"num_experts": 4}}).moe
+    assert moe == dataclasses.replace(SIZES["moe-4m"]["moe"], num_experts=4)
+    scaling = build_model({"family": "llama", "preset": "llama-3.2-1b", "rope_scaling": {"factor": 8.0}}).rope_scaling
+    assert (scaling.kind, scaling.factor, scaling.original_positions) == ("llama3", 8.0, 8192)
+
+
 @pytest.mark.parametrize("preset", SIZES)
 def test_every_preset_builds(preset):
     assert build_model({"preset": preset}).vocab_size == SIZES[preset]["vocab_size"]
@@ -33,7 +40,8 @@ def test_every_preset_builds(preset):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"preset": "1mm"}, 'model.preset: unknown "1mm"; did you mean "1m"? known: 1m 4m 15m'),
+        ({"preset": "1mm"}, 'model.preset: unknown "1mm"; did you mean "1m"? known: 1m 4m moe-4m 15m'),
+        ({"family": "qwen3"}, "model.family qwen3 needs a model.preset, which holds what sets it apart: qwen3-0.6b"),
         ({"family": "decodr"}, 'model.family: unknown "decodr"; did you mean "decoder"? known: decoder'),
         (
             {"family": "nowhere.at.all:Config"},

@@ -209,8 +209,16 @@ def _begin(run: Run, program: Program, initial: Initial | None) -> tuple[Data, T
 
     A tokenizer that the run names wins over that of the weights that it starts from; the others, which were made for
     those weights, are left to them.
+
+    Raises:
+        ValueError: as `_open_data`, or weights without a tokenizer and none named.
     """
     own = initial.tokenizer() if initial is not None and run.data.tokenizer == "bpe" else None
+    if initial is not None and own is None and run.data.tokenizer == "bpe":
+        raise ValueError(
+            f"{run.init} has no tokenizer, and one trained here would not be its own; name it, as in "
+            "data.tokenizer=tokenizer.json or data.tokenizer=bytes"
+        )
     data = _open_data(run, own)
     state = program.init(run.train.seed) if initial is None else _from(initial, program, run.train.seed)
     carried = {} if initial is None else {k: v for k, v in initial.texts.items() if k not in OWN_TEXTS}

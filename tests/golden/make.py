@@ -2,11 +2,11 @@
 
 The test run needs neither torch nor transformers; this script does, in an environment of its own:
 
-    python -m venv .venv/golden && .venv/golden/bin/pip install torch transformers==5.24.0
+    python -m venv .venv/golden && .venv/golden/bin/pip install torch transformers==5.24.0 ml_dtypes
     .venv/golden/bin/python -m tests.golden.make [CASE...]       # everything but config_v4.json
     .venv/golden/bin/python -m tests.golden.make --sensitivity   # prints how far each mistake moves the logits
 
-    python -m venv .venv/golden4 && .venv/golden4/bin/pip install torch transformers==4.57.6
+    python -m venv .venv/golden4 && .venv/golden4/bin/pip install torch transformers==4.57.6 ml_dtypes
     .venv/golden4/bin/python -m tests.golden.make [CASE...]      # config_v4.json, checked on the stored logits
 
 Run it from the root of the repository, the first environment first. A new case is an entry of `RECIPES`. No weights
@@ -76,9 +76,9 @@ def make(name: str, recipe: Recipe) -> None:
             _write_tensors(folder / "tensors_fused.json", fused_entries(model, drawn, Path(temporary) / "fused"))
         arrays = compute(name, recipe, model)
         if recipe.bf16:
-            rounded = strictly(source, torch.bfloat16)
-            arrays["logits_bf16"] = reference.logits(rounded, arrays["tokens"])
-            arrays["logits_bf16_weights"] = reference.logits(rounded.float(), arrays["tokens"])
+            half = reading.write_directory(Path(temporary) / "half", config, drawn, dtype="bfloat16")
+            arrays["logits_bf16"] = reference.logits(strictly(half, torch.bfloat16), arrays["tokens"])
+            arrays["logits_bf16_weights"] = reference.logits(strictly(half), arrays["tokens"])
         np.savez_compressed(folder / "golden.npz", allow_pickle=False, **arrays)
         noise = np.abs(reference.logits(model.double(), arrays["tokens"]) - arrays["logits"]).max()
     report(name, arrays, noise)

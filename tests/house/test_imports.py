@@ -40,7 +40,9 @@ RANKS = {
     "doctor": 6,
     "runs": 6,  # the one place that knows both the families and the trainer
     "pretrained": 6.1,  # checkpoints of any format, ours through `runs`
+    "documents": 5.1,  # what travels with weights: it knows the families, and what a run writes
     "conversion": 6.2,
+    "initial": 6.2,
     "describe": 6.3,
     "commands": 6.9,
     "cli": 7,
