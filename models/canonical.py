@@ -51,6 +51,8 @@ def canonical(config: DecoderConfig) -> DecoderConfig:
     new["rope_scaling"] = RopeScaling(kind=scaling.kind, **kept)
     if config.positions == "learned":
         new |= dict(rope_base=10_000.0, rope_scaling=RopeScaling(), rotary_dim=0, rope_layers=(), window_rope_base=0.0)
+    if config.vocab_rows == config.vocab_size:
+        new["vocab_rows"] = 0
     if config.attention_scale == config.head_dim**-0.5:
         new["attention_scale"] = 0.0
     if config.norm == "layer":

@@ -27,7 +27,7 @@ from jaxpp.nn import (
 )
 from jaxpp.nn.attention import ALIKE
 from jaxpp.nn.forward import forward
-from jaxpp.nn.loss import soft_capped
+from jaxpp.nn.loss import real_only, soft_capped
 from jaxpp.nn.moe import Moe
 from jaxpp.nn.stack import KEPT
 from jaxpp.parallel import constrain, in_use, residual
@@ -114,7 +114,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.loaded: Any = None  # where it came from (jaxpp.conversion.Loaded), if it was loaded
         keys = jax.random.split(rngs.params(), 4)
-        sizes = {"vocab": config.vocab_size, "embed": config.embed_dim, "positions": config.max_positions}
+        sizes = {"vocab": config.table_rows, "embed": config.embed_dim, "positions": config.max_positions}
         self.tokens = Embedding(keys[0], "vocab -> embed", sizes, also="embed -> vocab" if config.tied else "")
         learned = config.positions == "learned"
         self.places = Embedding(keys[1], "positions -> embed", sizes) if learned else None
@@ -159,7 +159,7 @@ class Decoder(nnx.Module):
         """Return the logits of the next token, fp32."""
         x = constrain(self.final_norm(x), "batch seq embed")
         logits = constrain(x @ self.head_weight().astype(x.dtype), "batch seq vocab").astype(jnp.float32)
-        return soft_capped(logits, self.config.logit_soft_cap)
+        return real_only(soft_capped(logits, self.config.logit_soft_cap), self.config.vocab_size)
 
     def __call__(
         self,
@@ -189,5 +189,8 @@ class Decoder(nnx.Module):
         """Return the summed cross-entropy of the targets, in nats, and the sum of their weights."""
         x = self.final_norm(self.run(self.embed(batch), batch))
         weights = batch["weights"].astype(jnp.float32)
-        total = cross_entropy(x, self.head_weight(), batch["targets"], weights, soft_cap=self.config.logit_soft_cap)
+        total = cross_entropy(
+            x, self.head_weight(), batch["targets"], weights,
+            soft_cap=self.config.logit_soft_cap, num_real=self.config.vocab_size,
+        )  # fmt: skip
         return total, weights.sum()

@@ -33,6 +33,7 @@ class DecoderConfig:
     head_dim: int = 0  # 0: embed_dim / num_heads
     mlp_dim: int = 0  # 0: 8/3 embed_dim if gated, else 4 embed_dim, rounded up to a multiple of 64
     max_positions: int = 2048  # longest sequence, in tokens
+    vocab_rows: int = 0  # rows of embedding table and head; more than vocab_size, for a mesh that this would not split
     tied: bool = False  # the head reads the embedding table
     embed_scale: bool = False  # multiply the token embedding by sqrt(embed_dim), in its dtype
     mlp: MlpKind = "gated"
@@ -78,6 +79,10 @@ class DecoderConfig:
             )
         self._set("head_dim", self.head_dim or self.embed_dim // self.num_heads)
         self._set("num_kv_heads", self.num_kv_heads or self.num_heads)
+        if self.vocab_rows and self.vocab_rows < self.vocab_size:
+            raise ValueError(
+                f"model.vocab_rows {self.vocab_rows}: vocab_size {self.vocab_size} or more are needed, or 0"
+            )
         self._set("mlp_dim", self.mlp_dim or _default_mlp_dim(self.embed_dim, self.mlp))
         if self.num_heads % self.num_kv_heads:
             fits = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
@@ -107,6 +112,11 @@ class DecoderConfig:
 
         return Decoder(self, rngs)
 
+    @property
+    def table_rows(self) -> int:
+        """Rows of the embedding table: tokens, and what fills it up."""
+        return self.vocab_rows or self.vocab_size
+
     def layers(self) -> tuple[Layer, ...] | None:
         """Return what sets each layer apart; None where all are alike, with the window and turning."""
         if not (self.window_layers or self.rope_layers):
@@ -123,8 +133,8 @@ def _default_mlp_dim(embed_dim: int, kind: str) -> int:
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "1m": dict(num_layers=4, embed_dim=128, num_heads=4, num_kv_heads=2, vocab_size=2048, max_positions=512),
     "4m": dict(num_layers=6, embed_dim=192, num_heads=6, num_kv_heads=2, vocab_size=4096, max_positions=1024),
-    "moe-4m": dict(num_layers=4, embed_dim=128, num_heads=4, num_kv_heads=2, mlp_dim=256, vocab_size=2048, max_positions=512,
-                   moe=MoeConfig(num_experts=8, experts_per_token=2, balance_loss=0.01, z_loss=1e-3)),
+    "moe-4m": dict(num_layers=4, embed_dim=128, num_heads=4, num_kv_heads=2, mlp_dim=256, vocab_size=2048,
+                   max_positions=512, moe=MoeConfig(8, 2, balance_loss=0.01, z_loss=1e-3)),
     "15m": dict(num_layers=8, embed_dim=320, num_heads=5, num_kv_heads=5, vocab_size=8192),
     "60m": dict(num_layers=12, embed_dim=512, num_heads=8, num_kv_heads=4, vocab_size=16384),
     "160m": dict(num_layers=12, embed_dim=768, num_heads=12, num_kv_heads=4, vocab_size=32768),

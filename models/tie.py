@@ -45,7 +45,8 @@ def settle_head(family: Family, config: DecoderConfig, files: TensorFiles) -> Se
         ValueError: the config does not tie it and the files hold none: a head drawn at random would go unnoticed.
     """
     names = files.names()
-    head = family.tensors(replace(config, tied=False))[HEAD][0].name()
+    forms = [part.name() for part in family.tensors(replace(config, tied=False))[HEAD]]
+    head = next((name for name in forms if name in names), forms[0])
     if not config.tied:
         if head not in names and not any("head" in name or "embed_out" in name for name in names):
             raise ValueError(

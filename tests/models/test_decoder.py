@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -216,6 +217,35 @@ def test_a_capped_loss_has_the_gradient_of_the_capped_logits():
         np.testing.assert_allclose(found, wanted[name], atol=1e-5 * np.abs(wanted[name]).max(), err_msg=name)
 
 
+@pytest.mark.parametrize("fields", [dict(tied=True), dict(logit_soft_cap=0.5)], ids=str)
+def test_rows_that_fill_the_table_up_change_nothing(fields):
+    """Logits, loss and gradients are those of the table without them, which then splits over any mesh."""
+    config = DecoderConfig(**{**SHAPE, "vocab_size": 61, **fields})
+    wide = dataclasses.replace(config, vocab_rows=64)
+    batch = {k: np.minimum(v, 60) if k in ("tokens", "targets") else v for k, v in full_batch().items()}
+
+    def fill(path, node):
+        value = np.asarray(tree.named_leaves(nnx.state(drawn(config)))[path])
+        missing = [(0, n - m) for n, m in zip(node.shape, value.shape, strict=True)]
+        return jnp.asarray(np.pad(value, missing, constant_values=3.0))
+
+    params = tree.map_named(fill, nnx.state(drawn(wide)))
+    found = logits(nnx.merge(nnx.graphdef(drawn(wide)), params), batch)
+    np.testing.assert_allclose(found[..., :61], logits(drawn(config), batch), atol=1e-6)
+    assert (np.asarray(found[..., 61:]) < -1e30).all()
+    results = []
+    for one, state, plan in ((config, nnx.state(drawn(config)), "data:8"), (wide, params, "data:4 tensor:2")):
+        program = make_program(one, optax.sgd(0.1), plan)
+        start = program.begin(jax.device_put(state, program.shardings.params))
+        results.append(program.loss_and_gradients(start, program.place(batch)))
+    assert results[0][0] == pytest.approx(float(results[1][0]), rel=1e-6)
+    for (path, one), other in zip(
+        tree.named_leaves(results[0][1]).items(), tree.named_leaves(results[1][1]).values(), strict=True
+    ):
+        cut = np.asarray(other)[tuple(slice(n) for n in one.shape)]
+        np.testing.assert_allclose(cut, one, atol=1e-5 * np.abs(one).max(), err_msg=path)
+
+
 def test_padding_on_the_left_changes_nothing():
     """B139: positions count real tokens."""
     model, tokens = drawn(CONFIG), row(7)["tokens"]
@@ -330,6 +360,7 @@ def test_a_vocabulary_that_does_not_divide_is_refused_not_replicated():
         (dict(mlp_dim=-8), "model.mlp_dim"),
         (dict(num_kv_heads=-2), "model.num_kv_heads"),
         (dict(head_dim=-8), "model.head_dim"),
+        (dict(vocab_rows=63), "model.vocab_rows 63: vocab_size 64 or more are needed, or 0"),
         (dict(rotary_dim=3), "model.rotary_dim 3: an even number up to head_dim 8 is needed"),
         (dict(rotary_dim=10), "model.rotary_dim 10: an even number up to head_dim 8 is needed"),
     ],
