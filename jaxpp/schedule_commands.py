@@ -1,0 +1,122 @@
+"""``jaxpp schedule draw | compare``: pictures and numbers of pipeline schedules, without hardware."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxpp.schedule import SCHEDULES, build, simulate, unit_costs
+from jaxpp.schedule.compare import compare
+from jaxpp.schedule.compare_text import compared
+from jaxpp.schedule.costs_file import read_costs
+from jaxpp.schedule.draw import FORMATS, save
+from jaxpp.schedule.layer_costs import costs_of
+from jaxpp.schedule.picture import title_of
+from jaxpp.schedule.quantities import parse_bytes
+from jaxpp.schedule.simulate import Timeline
+from jaxpp.schedule.text import text
+
+PIPED_WIDTH = 120
+
+
+def add_parser(names: Any) -> Any:
+    """Add ``schedule`` to the commands.
+
+    Args:
+        names: what ``add_subparsers`` returned.
+
+    Returns:
+        The same of ``schedule``, for further commands below it.
+    """
+    summary = "Draw pipeline schedules, and compare them, without hardware."
+    parser = names.add_parser("schedule", help=summary, description=summary)
+    below = parser.add_subparsers(dest="schedule_command", required=True, metavar="COMMAND")
+    one = _add(below, "draw", draw)
+    one.add_argument("schedule", metavar="NAME", help=", ".join(SCHEDULES))
+    _add_counts(one)
+    one.add_argument("--chunks", type=int, help="stages that each rank runs for one microbatch")
+    one.add_argument("--waves", type=int, help="of hanayo: times that a microbatch goes to the last rank and back")
+    one.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="any option of the schedule")
+    one.add_argument("--cuts", default="", metavar="3,5", help="layers of each stage; as even as may be by default")
+    one.add_argument("--out", default="", metavar="FILE", help=f"{', '.join(FORMATS)}; a trace is .json; else printed")
+    one.add_argument("--width", type=int, default=0, help="columns of what is printed; the terminal's by default")
+    _add_counts(_add(below, "compare", compare_all))
+    below.choices["compare"].add_argument("--memory", default="", metavar="4GiB", help="what a rank has; needs --costs")
+    return below
+
+
+def draw(arguments: argparse.Namespace) -> int:
+    """Draw a schedule: as text, or into a picture or trace."""
+    timeline, unit = _timeline(arguments)
+    if arguments.out:
+        print(f"{title_of(timeline, unit)}\nwritten to {save(timeline, arguments.out, unit)}")
+        return 0
+    width = arguments.width or shutil.get_terminal_size((PIPED_WIDTH, 0)).columns
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(text(timeline, width=width, colour=colour, unit=unit), end="")
+    return 0
+
+
+def compare_all(arguments: argparse.Namespace) -> int:
+    """Print all schedules side by side, and name the best."""
+    costs = read_costs(arguments.costs) if arguments.costs else None
+    limit = parse_bytes(arguments.memory) if arguments.memory else None
+    rows = compare(arguments.ranks, arguments.microbatches, costs, limit)
+    print(f"{arguments.ranks} ranks, {arguments.microbatches} microbatches\n")
+    print(compared(rows, "s" if costs else ""), end="")
+    return 0
+
+
+def _timeline(arguments: argparse.Namespace) -> tuple[Timeline, str]:
+    """Return the timeline that is asked for, and the unit of its times."""
+    options = dict(map(_option, arguments.option))
+    if arguments.waves is not None:
+        options["waves"] = arguments.waves
+    schedule = build(arguments.schedule, arguments.ranks, arguments.microbatches, arguments.chunks, **options)
+    label = " ".join([schedule.name, *(f"{key}={value}" for key, value in options.items())])
+    if arguments.costs:
+        costs = costs_of(schedule, read_costs(arguments.costs), _cuts(arguments.cuts))
+    elif arguments.cuts:
+        raise ValueError("--cuts needs --costs: without costs of layers all stages are alike")
+    else:
+        costs = unit_costs(schedule, recompute=1.0)
+    return simulate(replace(schedule, name=label), costs), "s" if arguments.costs else ""
+
+
+def _add(names: Any, name: str, function: Any) -> argparse.ArgumentParser:
+    parser = names.add_parser(name, help=function.__doc__, description=function.__doc__)
+    parser.set_defaults(function=function)
+    return parser
+
+
+def _add_counts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, required=True, help="places of the pipeline")
+    parser.add_argument("--microbatches", type=int, required=True, help="parts of the batch")
+    parser.add_argument(
+        "--costs", default="", metavar="costs.yaml", help="measured costs; all operations alike without"
+    )
+
+
+def _option(word: str) -> tuple[str, Any]:
+    key, equals, value = word.partition("=")
+    if not key or not equals or not value:
+        raise ValueError(f'--option "{word}" is no key=value; write --option waves=2')
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def _cuts(words: str) -> Sequence[int] | None:
+    if not words:
+        return None
+    parts = words.replace("+", ",").split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f'--cuts "{words}": whole numbers of layers are needed, one for each stage, e.g. --cuts 3,5')
+    return tuple(map(int, parts))
