@@ -11,7 +11,8 @@ from flax import nnx
 
 from jaxpp import dims, tree
 from jaxpp.names import unknown
-from jaxpp.parallel import PRODUCT, current, residual
+from jaxpp.parallel import PRODUCT, active_layout, current, residual
+from jaxpp.pipeline.spmd import AXIS, pipelined
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -81,19 +82,30 @@ def run_blocks(
     graph, state = nnx.split(blocks)
     execution = current()
 
-    def body(x: jax.Array, one: Any, own: tuple[Any, ...]) -> jax.Array:
+    def body(x: jax.Array, one: Any, own: tuple[Any, ...], shared: tuple[Any, ...] = shared) -> jax.Array:
         block: Any = nnx.merge(graph, _map_arrows(one, dims.Arrow.unstack))
         return residual(block(x, *shared, *own))
 
     policy = remat_policy(execution.remat)
+    stacked = () if each is None else (jax.tree.map(lambda *leaves: jnp.stack(leaves), *each),)
+    layout = active_layout()
+    if layout is not None and layout.mesh.shape.get(AXIS, 1) > 1 and AXIS not in _manual():
+
+        def chunk(x: jax.Array, layers: Any, shared: tuple[Any, ...]) -> jax.Array:
+            return jax.lax.scan(lambda x, one: (body(x, *one, shared), None), x, layers)[0]
+
+        return pipelined(chunk, (state, stacked), x, shared, layout, execution.pipeline, policy)
     if execution.layers == "scan":
-        stacked = () if each is None else (jax.tree.map(lambda *leaves: jnp.stack(leaves), *each),)
         scanned = _rematerialised(lambda x, one: (body(x, *one), None), policy, prevent_cse=False)
         return jax.lax.scan(scanned, x, (state, stacked))[0]
     for layer, one in enumerate(_unstack(state)):
         own = () if each is None else (each[layer],)
         x = _rematerialised(lambda x, one, own=own: body(x, one, own), policy, prevent_cse=True)(x, one)
     return x
+
+
+def _manual() -> tuple[str, ...]:
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def _rematerialised(body: Callable[..., Any], policy: Any, prevent_cse: bool) -> Callable[..., Any]:

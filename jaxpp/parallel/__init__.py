@@ -3,7 +3,16 @@
 A scheme is one file here and one line in `SCHEMES`; a contract test runs over that table.
 """
 
-from jaxpp.parallel.execution import Execution, batch_shards, constrain, current, executing, residual
+from jaxpp.parallel.execution import (
+    Execution,
+    PipelineConfig,
+    active_layout,
+    batch_shards,
+    constrain,
+    current,
+    executing,
+    residual,
+)
 from jaxpp.parallel.layout import Layout, bytes_per_device, compose
 from jaxpp.parallel.local import per_shard
 from jaxpp.parallel.plan import Plan
@@ -12,6 +21,7 @@ from jaxpp.parallel.rules import Rules, Scheme
 from jaxpp.parallel.schemes import SCHEMES
 
 __all__ = [
-    "PRODUCT", "SCHEMES", "Execution", "Layout", "Plan", "Rules", "Scheme", "batch_shards", "bytes_per_device",
-    "compose", "constrain", "current", "executing", "in_use", "per_shard", "product", "products", "residual",
+    "PRODUCT", "SCHEMES", "Execution", "Layout", "PipelineConfig", "Plan", "Rules", "Scheme", "active_layout",
+    "batch_shards", "bytes_per_device", "compose", "constrain", "current", "executing", "in_use", "per_shard",
+    "product", "products", "residual",
 ]  # fmt: skip

@@ -10,10 +10,30 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 
+from jaxpp.names import unknown
 from jaxpp.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How the ranks of mesh axis ``stage`` work together."""
+
+    schedule: str = "gpipe"  # gpipe; interleaved: each rank holds several chunks of layers
+    chunks: int = 1  # of each rank
+    microbatches: int = 0  # parts of a batch that are under way at once; 0: as many as ranks
+    executor: Literal["spmd"] = "spmd"  # one program for all ranks
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("gpipe", "interleaved"):
+            raise ValueError(unknown("plan.pipeline.schedule: unknown", self.schedule, ("gpipe", "interleaved")))
+        if self.chunks < 1 or self.microbatches < 0:
+            raise ValueError("plan.pipeline: chunks of 1 or more, and microbatches of 0 or more, are needed")
+        if self.schedule == "gpipe" and self.chunks > 1:
+            raise ValueError(f"plan.pipeline.chunks = {self.chunks}: gpipe has 1; schedule interleaved takes more")
 
 
 @dataclass(frozen=True, eq=False)  # by identity: it stands among the static parts of compiled functions
@@ -25,12 +45,14 @@ class Execution:
         remat: name of a recomputation policy (`jaxpp.nn.stack.REMAT`).
         layers: ``"scan"`` one compiled block over the stack, or ``"unroll"`` each block.
         attention: name of an attention kernel (`jaxpp.nn.attention.KERNELS`), or ``"auto"``.
+        pipeline: how blocks run where the layout has axis ``stage``.
     """
 
     layout: Layout | None = None
     remat: str = "none"
     layers: str = "scan"
     attention: str = "auto"
+    pipeline: PipelineConfig = PipelineConfig()
 
 
 _NONE = Execution()
@@ -53,9 +75,12 @@ def executing(execution: Execution) -> Iterator[None]:
 
 
 def active_layout() -> Layout | None:
-    """Return the layout that holds now, None where one device makes it idle."""
+    """Return the layout that holds now, None where one device makes it idle; inside a pipeline, that of a stage."""
     layout = current().layout
-    return layout if layout is not None and layout.mesh.size > 1 else None
+    if layout is None or layout.mesh.size == 1:
+        return None
+    inside = jax.sharding.get_abstract_mesh()
+    return layout.within(inside) if inside.manual_axes else layout
 
 
 def constrain(x: jax.Array, dims: str) -> jax.Array:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpp import dims as arrows
 from jaxpp import tree
@@ -30,9 +30,21 @@ class Layout:
         dims: dims of the user's own model, beside ``jaxpp.dims.DIMS``.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     rules: Rules
     dims: tuple[str, ...] = ()
+
+    def within(self, mesh: Any) -> Layout:
+        """Return this layout as it holds inside a ``shard_map``: without the axes that are manual in its mesh.
+
+        Args:
+            mesh: the abstract mesh in force there.
+        """
+
+        def left(rules: DimRules) -> DimRules:
+            return {dim: tuple(a for a in axes if a not in mesh.manual_axes) for dim, axes in rules.items()}
+
+        return Layout(mesh, Rules(*(left(getattr(self.rules, f.name)) for f in fields(self.rules))), self.dims)
 
     def axes(self, dim: str, place: Place) -> tuple[str, ...]:
         """Return the mesh axes that split `dim` in `place`; axes of size 1 count as none."""

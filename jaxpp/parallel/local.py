@@ -9,6 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxpp.parallel.execution import active_layout
+from jaxpp.parallel.layout import Layout
 
 
 def per_shard(
@@ -38,6 +39,7 @@ def per_shard(
     shard = jax.shard_map(
         function,
         mesh=layout.mesh,
+        axis_names=_automatic(layout),
         in_specs=specs,
         out_specs=layout.spec(result.split(), "inside"),
         check_vma=False,  # kernels do not say how their results vary; differentiation happens outside
@@ -58,9 +60,22 @@ def with_collectives(
         specs: how each is split.
         results: how each result is split, a tree like what `function` returns.
 
+    Raises:
+        ValueError: inside of a pipeline, where JAX cannot differentiate it.
+
     Cost: that of the function's collectives, and of laying the arguments out as `specs` say.
     """
     layout = active_layout()
     if layout is None:
         return function(*arguments)
+    if manual := jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            f"a mixture of experts does not run inside of a pipeline over axis {manual[0]}; drop {manual[0]} from the "
+            "mesh, and use expert, fsdp or tensor"
+        )
     return jax.shard_map(function, mesh=layout.mesh, in_specs=tuple(specs), out_specs=results)(*arguments)
+
+
+def _automatic(layout: Layout) -> set[str]:
+    """Return the axes of the mesh that no ``shard_map`` around has made manual."""
+    return set(layout.mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)

@@ -14,7 +14,7 @@ import jax
 
 from jaxpp.mesh import Device, MeshSpec, make_mesh
 from jaxpp.names import unknown
-from jaxpp.parallel.execution import Execution
+from jaxpp.parallel.execution import Execution, PipelineConfig
 from jaxpp.parallel.layout import Layout, compose
 from jaxpp.parallel.schemes import SCHEMES
 
@@ -24,12 +24,15 @@ class Plan:
     """How a model is laid out and run on a mesh."""
 
     mesh: str = "data:-1"  # axis:size ..., one size may be -1; dcn.axis:size across slices
-    schemes: tuple[str, ...] = ()  # of data zero1 fsdp tensor sequence expert; empty: the scheme of each axis's name
+    schemes: tuple[
+        str, ...
+    ] = ()  # of data zero1 fsdp tensor sequence expert stage; empty: the scheme of each axis's name
     microbatches: int = 1  # gradient accumulation: parts that a global batch is run in
     remat: str = "none"  # what the backward pass recomputes: none, full, dots, block
     layers: Literal["scan", "unroll"] = "scan"  # one compiled block, or one per layer
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # of activations and of weights in use
     attention: str = "auto"  # kernel: auto, xla, cudnn (GPU), splash (TPU)
+    pipeline: PipelineConfig = PipelineConfig()  # how the ranks of axis stage work together
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # own rules: dim to mesh axes
     dims: tuple[str, ...] = ()  # dims of your own model, beside the known ones
 
@@ -56,7 +59,7 @@ class Plan:
 
     def execution(self, layout: Layout) -> Execution:
         """Return what holds while a model is traced under this plan."""
-        return Execution(layout, self.remat, self.layers, self.attention)
+        return Execution(layout, self.remat, self.layers, self.attention, self.pipeline)
 
     def dtype(self) -> Any:
         """Return the dtype to compute in."""

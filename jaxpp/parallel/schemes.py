@@ -4,6 +4,7 @@ from jaxpp.parallel.data import Data
 from jaxpp.parallel.expert import Expert
 from jaxpp.parallel.rules import Scheme
 from jaxpp.parallel.sequence import Sequence
+from jaxpp.parallel.stage import Stage
 from jaxpp.parallel.tensor_1d import Tensor1D
 from jaxpp.parallel.zero import Fsdp, Zero1
 
@@ -14,4 +15,5 @@ SCHEMES: dict[str, Scheme] = {
     "tensor": Tensor1D(),
     "sequence": Sequence(),
     "expert": Expert(),
+    "stage": Stage(),
 }

@@ -35,6 +35,7 @@ from jaxpp.nn.attention import choose_kernel
 from jaxpp.nn.loss import num_chunks_for
 from jaxpp.parallel import Layout, bytes_per_device
 from jaxpp.parallel.layout import Place
+from jaxpp.pipeline.spmd import num_microbatches
 from jaxpp.train.program import Program
 
 STREAM = "embed"  # the dim of the residual stream
@@ -98,7 +99,7 @@ def memory(program: Program, batch_size: int, seq_len: int, active_experts: int 
         gradients_bytes=sizes.gradients_bytes * (2 if program.plan.microbatches > 1 else 1),
         copy_bytes=sizes.copy_bytes,
         gathered_bytes=sizes.gathered_bytes,
-        kept_bytes=int(sizes.num_layers * kept + sizes.ends_bytes),
+        kept_bytes=int(sizes.num_layers * kept * sizes.ticks + sizes.ends_bytes),
         scores_bytes=0 if recomputed else scores * sizes.num_layers,
         block_bytes=int(sizes.flight_bytes + (sizes.block_bytes - kept + scores if recomputed else 0)),
         loss_bytes=sizes.loss_bytes,
@@ -186,6 +187,13 @@ class _Sizes:
     @property
     def num_layers(self) -> int:
         return max((w.sizes.get("layers", 1) for w in self.weights if w.multiplies), default=1)
+
+    @property
+    def ticks(self) -> float:
+        """Ticks of a pipeline over those in which a rank works: each keeps its input, the bubble's too."""
+        pipeline, layout = self.program.plan.pipeline, self.layout
+        work = num_microbatches(pipeline, layout) * pipeline.chunks
+        return (work + layout.mesh.shape.get("stage", 1) - 1) / work
 
     @property
     def products(self) -> list[Weight]:

@@ -16,10 +16,12 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxpp import tree
+from jaxpp import dims, tree
 from jaxpp.mesh import Device
 from jaxpp.model import Trainable
 from jaxpp.parallel import Layout, Plan, executing
+from jaxpp.pipeline.spmd import check as check_layers
+from jaxpp.pipeline.spmd import check_rows
 from jaxpp.train.optimizer import global_norm
 
 Loss = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
@@ -91,6 +93,7 @@ class Program:
         """
         _, params, other = self._model
         self.layout.check(params)
+        check_layers(self.plan.pipeline, self.layout, _num_layers(params, self.layout.dims))
         optimizer = jax.eval_shape(self.optimizer.init, params)
         one = self.layout.replicated()
         return TrainState(
@@ -246,13 +249,14 @@ class Program:
         jitted = jax.jit(compute, out_shardings=self.layout.replicated())
         return lambda state: jitted(state.params)
 
-    def check_batch(self, batch: Any) -> None:
-        """Refuse a global batch for `step` that does not split over microbatches and batch shards.
+    def check_batch(self, batch_size: int, seq_len: int = 0) -> None:
+        """Refuse sizes of a global batch for `step` that do not split over microbatches and shards.
 
         Raises:
             ValueError: with the nearest sizes that do.
         """
-        self.layout.check_batch(jax.tree.leaves(batch)[0].shape[0], 0, self.plan.microbatches)
+        self.layout.check_batch(batch_size, seq_len, self.plan.microbatches)
+        check_rows(self.plan.pipeline, self.layout, batch_size // self.plan.microbatches)
 
     def rows(self, batch_size: int) -> list[int]:
         """List the rows of a global batch that this process's devices need."""
@@ -283,6 +287,13 @@ class Program:
             return jax.make_array_from_callback(shape, self.layout.batch_sharding(x.ndim), cut)
 
         return jax.tree.map(one, batch)
+
+
+def _num_layers(params: Any, own: Sequence[str]) -> int:
+    """Return the size of dim ``layers``; 1 where nothing is stacked."""
+    nodes = tree.named_nodes(params)
+    sizes = [nodes[p].shape[0] for p, arrow in dims.arrows(params, own).items() if arrow.stacked[:1] == ("layers",)]
+    return max(sizes, default=1)
 
 
 def _as_is(model: nnx.Module, rngs: nnx.Rngs) -> nnx.Module:
@@ -347,7 +358,7 @@ def make_train_step(
     state = program.adopt(model) if isinstance(model, nnx.Module) else program.init(seed)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        program.check_batch(batch)
+        program.check_batch(jax.tree.leaves(batch)[0].shape[0])
         return program.step(state, program.place(batch))
 
     return state, step

@@ -22,7 +22,7 @@ from jaxpp.checkpoint import Checkpoints
 from jaxpp.data import Data, Tokenizer, open_data
 from jaxpp.data.corpus import find_tokenizer
 from jaxpp.data.loader import TrainLoader
-from jaxpp.data.published import TEXTS, tokenizer_of
+from jaxpp.data.published import TEXTS, texts_of, tokenizer_of
 from jaxpp.nn.attention import check_kernel
 from jaxpp.nn.stack import remat_policy
 from jaxpp.train.config import Run, active_experts, resolved
@@ -113,7 +113,7 @@ def check(run: Run) -> Program:
     if run.data.tokenizer == "bpe" and not run.init:
         check_vocabulary(run, run.data.vocab_size)
     program = make_program(run.model, make_optimizer(run.optimizer), run.plan)
-    program.layout.check_batch(run.data.batch_size, run.data.seq_len, run.plan.microbatches)
+    program.check_batch(run.data.batch_size, run.data.seq_len)
     _ = program.abstract_state  # checks every arrow against the layout
     return program
 
@@ -207,8 +207,8 @@ def _open_data(run: Run, tokenizer: Tokenizer | None) -> Data:
 def _begin(run: Run, program: Program, initial: Initial | None) -> tuple[Data, TrainState, Mapping[str, str]]:
     """Return data, state and documents of a run that starts anew.
 
-    A tokenizer that the run names wins over that of the weights that it starts from; the others, which were made for
-    those weights, are left to them.
+    A tokenizer that the run names wins over that of the weights that it starts from. Its documents then replace theirs,
+    all of them: of their ``config.json``, which stays, the ids of their own special tokens would be read.
 
     Raises:
         ValueError: as `_open_data`, or weights without a tokenizer and none named.
@@ -221,9 +221,11 @@ def _begin(run: Run, program: Program, initial: Initial | None) -> tuple[Data, T
         )
     data = _open_data(run, own)
     state = program.init(run.train.seed) if initial is None else _from(initial, program, run.train.seed)
-    carried = {} if initial is None else {k: v for k, v in initial.texts.items() if k not in OWN_TEXTS}
+    if initial is None:
+        return data, state, {"tokenizer.json": data.tokenizer.to_json()}
+    carried = {k: v for k, v in initial.texts.items() if k not in OWN_TEXTS}
     if own is None:
-        carried = {k: v for k, v in carried.items() if k not in TEXTS} | {"tokenizer.json": data.tokenizer.to_json()}
+        carried = {k: v for k, v in carried.items() if k not in TEXTS} | texts_of(data.tokenizer)
     return data, state, carried
 
 

@@ -63,7 +63,7 @@ def _program(run: Run, plan: Plan, devices: Sequence[Device]) -> Program:
         ValueError: the layout cannot hold a weight, or the batch does not split.
     """
     program = make_program(run.model, make_optimizer(run.optimizer), plan, devices=devices)
-    program.layout.check_batch(run.data.batch_size, run.data.seq_len, plan.microbatches)
+    program.check_batch(run.data.batch_size, run.data.seq_len)
     _ = program.abstract_state  # checks every arrow against the layout
     return program
 

@@ -14,7 +14,8 @@ RANKS = {
     "config": 0,
     "cluster": 0,
     "runtime": 0.1,  # it starts what `cluster` found
-    "schedule": 0,
+    "schedule": 0.1,  # costs are read through `config`
+    "schedule_commands": 6.9,
     "dims": 0.1,  # arrows name a weight by its path in the tree
     "model": 1,
     "mesh": 1,
@@ -29,7 +30,7 @@ RANKS = {
     "grow": 2,
     "parallel": 3,
     "nn": 4,
-    "pipeline": 4,
+    "pipeline": 3.5,  # `nn` runs its stacked blocks through it
     "plan": 4,
     "convert": 4,
     "train": 5,
@@ -58,6 +59,7 @@ DOORS = {
     "etils": {"checkpoint", "checkpoint_files"},  # orbax's own paths: it installs them and takes them
     "grain": {"data"},
     "tokenizers": {"data"},
+    "matplotlib": {"schedule.png"},
     "jinja2": {"data.chat"},
     "gguf": {"convert.gguf"},
     "huggingface_hub": {"convert.hub"},
