@@ -64,7 +64,8 @@ def forward(
         raise ValueError(f"a sequence of {tokens.shape[1]} tokens; this model takes {max_positions}")
     batch = {"tokens": tokens, "positions": positions, "segments": segments}
     graph, state = nnx.split(model)
-    return _logits(graph, execution or current(), state, {k: jnp.asarray(v) for k, v in batch.items() if v is not None})
+    given = {name: jnp.asarray(x) for name, x in batch.items() if x is not None}
+    return _logits(graph, execution or current(), state, given)[..., :vocab_size]
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -67,7 +67,8 @@ class Layout:
             parts = self.num_shards(dim, place)
             if size % parts:
                 over = " ".join(f"{axis}={self.mesh.shape[axis]}" for axis in self.axes(dim, place))
-                found.append(f"{dim} {size} does not split over {over}; {_nearest(size, parts)}")
+                rows = f"; model.vocab_rows={-(-size // parts) * parts} fills the table up" if dim == "vocab" else ""
+                found.append(f"{dim} {size} does not split over {over}; {_nearest(size, parts)}{rows}")
             for axis in self.axes(dim, place):
                 if axis in owner:
                     found.append(f"dims {owner[axis]} and {dim} are both split over axis {axis}; one weight, one dim")

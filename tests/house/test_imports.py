@@ -41,6 +41,7 @@ RANKS = {
     "doctor": 6,
     "runs": 6,  # the one place that knows both the families and the trainer
     "pretrained": 6.1,  # checkpoints of any format, ours through `runs`
+    "filling": 5.1,
     "documents": 5.1,  # what travels with weights: it knows the families, and what a run writes
     "conversion": 6.2,
     "initial": 6.2,

@@ -231,8 +231,7 @@ def test_rows_that_fill_the_table_up_change_nothing(fields):
 
     params = tree.map_named(fill, nnx.state(drawn(wide)))
     found = logits(nnx.merge(nnx.graphdef(drawn(wide)), params), batch)
-    np.testing.assert_allclose(found[..., :61], logits(drawn(config), batch), atol=1e-6)
-    assert (np.asarray(found[..., 61:]) < -1e30).all()
+    np.testing.assert_allclose(found, logits(drawn(config), batch), atol=1e-6)
     results = []
     for one, state, plan in ((config, nnx.state(drawn(config)), "data:8"), (wide, params, "data:4 tensor:2")):
         program = make_program(one, optax.sgd(0.1), plan)
