@@ -114,6 +114,7 @@ def texts_of(tokenizer: Tokenizer) -> dict[str, str]:
         "eos_token": tokenizer.token(tokenizer.end_of_text),
         "add_bos_token": tokenizer.add_bos,
         "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 adds token types, which decoders refuse
     }
     others = sorted(tokenizer.ends - {tokenizer.end_of_text})
     generation: dict[str, Any] = {"eos_token_id": [tokenizer.end_of_text, *others]}

@@ -1,64 +1,32 @@
-"""From a checkpoint on disk to text: restore the weights onto a mesh and continue a prompt."""
+"""From a loaded model to text: continue a prompt, or answer it by the model's chat template."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from typing import Any
 
-import jax
-from flax import nnx
-
-from jaxpp.checkpoint import Checkpoints
 from jaxpp.data import Tokenizer
-from jaxpp.mesh import Device, MeshSpec
-from jaxpp.model import ModelConfig
-from jaxpp.parallel import Plan
 from jaxpp.serve.generate import generate
 
-
-def _devices(mesh: str) -> Sequence[Device]:
-    """Return as many devices as a mesh names; all of them where it takes the rest, or more than there are."""
-    spec = MeshSpec.parse(mesh)
-    free = -1 in spec.ici.values()
-    return jax.devices() if free else jax.devices()[: math.prod(map(spec.size, spec.axes))]
-
-
-def restore_model(config: ModelConfig, checkpoints: Checkpoints, step: int, plan: Plan) -> nnx.Module:
-    """Build a model with the weights of a checkpoint, restored onto the plan's layout.
-
-    Raises:
-        ValueError: the weights do not fit the config, or the config the mesh.
-    """
-    layout = plan.layout(_devices(plan.mesh))
-    graph, params, other = nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))), nnx.Param, ...)
-    layout.check(params)
-    like = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, layout.param_shardings(params)
-    )
-    return nnx.merge(graph, checkpoints.restore(step, like, prefix="params"), other)
+_CONTEXT = 8  # tokens before a piece, behind which it is decoded
 
 
 def sample(
-    config: ModelConfig,
-    directory: Path,
-    step: int,
+    model: Any,
     prompt: str,
     *,
-    mesh: str = "data:1",
+    chat: bool = False,
     max_new_tokens: int = 100,
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
 ) -> Iterator[str]:
-    """Continue a prompt with the model of a checkpoint.
+    """Continue a prompt.
 
     Args:
-        config: the model's config.
-        directory: that holds the steps.
-        step: which one.
+        model: as `jaxpp.load` returns it, with a tokenizer.
         prompt: text, not empty.
-        mesh: where the weights go: on the first devices, as many as it names.
+        chat: the prompt is what a user says; the model answers.
         max_new_tokens: most tokens to add.
         temperature: 0 is greedy.
         top_k: 0: no cut.
@@ -66,27 +34,54 @@ def sample(
 
     Returns:
         Pieces of text as they come; a piece never ends inside a character.
+
+    Raises:
+        ValueError: there is no tokenizer or no chat template, or the prompt is empty or too long.
     """
-    checkpoints = Checkpoints(directory, writable=False)
-    tokenizer = Tokenizer.from_json(checkpoints.texts(step)["tokenizer.json"])
-    plan = Plan(mesh=mesh)
-    model = restore_model(config, checkpoints, step, plan)
-    ids = tokenizer.encode(prompt)
-    execution = plan.execution(plan.layout(_devices(mesh)))
+    tokenizer = required(model.loaded.tokenizer)
+    ids = prompt_ids(tokenizer, prompt, chat)
     tokens = generate(
-        model, [int(i) for i in ids], max_new_tokens, max_positions=config.max_positions, temperature=temperature,
-        top_k=top_k, seed=seed, end_of_text=tokenizer.end_of_text, execution=execution,
+        model, ids, max_new_tokens, max_positions=model.config.max_positions,
+        temperature=temperature, top_k=top_k, seed=seed, ends=tokenizer.ends, num_tokens=tokenizer.vocab_size,
+        execution=model.loaded.execution,
     )  # fmt: skip
-    return _text(tokenizer, tokens)
+    return _text(tokenizer, ids, tokens)
 
 
-def _text(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
-    held: list[int] = []
+def prompt_ids(tokenizer: Tokenizer | None, prompt: str, chat: bool = False) -> list[int]:
+    """Return the ids of a prompt, or of a conversation that a user opens with it.
+
+    Raises:
+        ValueError: there is no tokenizer, or no chat template or one that fails.
+    """
+    tokenizer = required(tokenizer)
+    ids = tokenizer.chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt, begin=True)
+    return [int(i) for i in ids]
+
+
+def required(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Return the tokenizer of a checkpoint.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if tokenizer is None:
+        raise ValueError("the checkpoint has no tokenizer; put its tokenizer.json beside the weights")
+    return tokenizer
+
+
+def _text(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterator[int]) -> Iterator[str]:
+    """Decode tokens as they come, behind some that came before: alone, a piece could lose its leading space."""
+    before, held = list(prompt)[-_CONTEXT:], list[int]()
     for token in tokens:
         held.append(token)
-        piece = tokenizer.decode(held)
+        piece = _behind(tokenizer, before, held)
         if not piece.endswith("\ufffd"):
             yield piece
-            held = []
+            before, held = [*before, *held][-_CONTEXT:], []
     if held:
-        yield tokenizer.decode(held)
+        yield _behind(tokenizer, before, held)
+
+
+def _behind(tokenizer: Tokenizer, before: list[int], held: list[int]) -> str:
+    return tokenizer.decode([*before, *held])[len(tokenizer.decode(before)) :]

@@ -70,7 +70,8 @@ def test_every_optimizer_updates_the_same_on_a_mesh(name):
 
 @functools.cache
 def params() -> nnx.State:
-    config = dataclasses.replace(CONFIG, num_layers=3, qkv_bias=True, out_bias=True, mlp_bias=True, norm="layer", positions="learned")
+    biases = dict(qkv_bias=True, out_bias=True, mlp_bias=True)
+    config = dataclasses.replace(CONFIG, num_layers=3, norm="layer", positions="learned", **biases)
     return nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))), nnx.Param, ...)[1]
 
 

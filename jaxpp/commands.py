@@ -1,0 +1,244 @@
+"""What each command of the command line does, once its words are parsed. Returns the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxpp import runtime
+from jaxpp.cluster import detect_cluster
+
+if TYPE_CHECKING:
+    from jaxpp.pretrained import Checkpoint
+    from jaxpp.serve.perplexity import Score
+
+
+def _prepare(cpu_devices: int) -> None:
+    """Start the processes, with made-up CPU devices where asked for and where no launcher has set them."""
+    launched = "JAXPP_COORDINATOR_ADDRESS" in os.environ or detect_cluster(os.environ) is not None
+    if cpu_devices and not launched:
+        runtime.fake_devices(cpu_devices)
+    runtime.initialize()
+
+
+def _run_of(arguments: argparse.Namespace):
+    from jaxpp import runs
+    from jaxpp.initial import read_run
+
+    path = Path(arguments.path)
+    if path.is_dir():
+        return runs.find_checkpoint(path).run(arguments.overrides)
+    return read_run(path, arguments.overrides)[0]
+
+
+def _open(arguments: argparse.Namespace) -> Checkpoint:
+    from jaxpp.pretrained import open_checkpoint
+
+    checkpoint = open_checkpoint(arguments.path, frozenset(filter(None, arguments.accept.split(","))))
+    for note in checkpoint.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return checkpoint
+
+
+@contextlib.contextmanager
+def _bar(words: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar in bytes on a terminal; ``advance(bytes, total)`` moves it."""
+    if not sys.stderr.isatty() or not runtime.is_main():
+        yield lambda num_bytes, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn(words), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(words, total=None)
+        yield lambda num_bytes, total: progress.update(task, advance=num_bytes, total=total)
+
+
+def _load(arguments: argparse.Namespace, checkpoint: Checkpoint):
+    from jaxpp import tree
+    from jaxpp.conversion import load
+    from jaxpp.pretrained import abstract_params
+
+    _prepare(arguments.cpu_devices)
+    total = tree.total_bytes(abstract_params(checkpoint.config))
+    with _bar("reading") as advance:
+        return load(
+            checkpoint, arguments.mesh, dtype=arguments.dtype or None, progress=lambda count: advance(count, total)
+        )
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Train a run, from its newest checkpoint if there is one."""
+    from jaxpp import config
+    from jaxpp.initial import read_run
+    from jaxpp.train.config import resolved
+    from jaxpp.train.loop import Diverged, Trainer
+
+    overrides = [*arguments.overrides, *([f"init={arguments.init}"] if arguments.init else [])]
+    run, initial = read_run(arguments.path, overrides)
+    if arguments.print_config:
+        print(config.dump(resolved(run)), end="")
+        return 0
+    _prepare(run.cpu_devices)
+    try:
+        Trainer(run, initial).fit()
+    except Diverged as error:
+        return fail(str(error), 1)
+    return 0
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Print every parameter with its arrow, sharding and bytes, and the memory that a step will take."""
+    path = Path(arguments.path).expanduser()
+    if path.suffix in (".yaml", ".yml") or _is_run(path):
+        from jaxpp.train.report import report
+
+        run = _run_of(arguments)
+        _prepare(run.cpu_devices)
+        print(report(run, compiled=arguments.compile))
+        return 0
+    from jaxpp.describe import describe
+
+    refuse_overrides(arguments)
+    checkpoint = _open(arguments)
+    _prepare(arguments.cpu_devices)
+    print(describe(checkpoint, arguments.mesh))
+    return 0
+
+
+def _is_run(path: Path) -> bool:
+    """Say whether a directory holds a run that was trained, and not only weights."""
+    from jaxpp import runs
+
+    if not path.is_dir() or (path / "config.json").exists():
+        return False
+    try:
+        source = runs.find_checkpoint(path)
+    except ValueError:
+        return False
+    return (source.directory / str(source.step) / "data.json").exists()
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    """Continue a prompt with a checkpoint of any format, or answer it (--chat)."""
+    from jaxpp.serve.sample import prompt_ids, sample
+
+    refuse_overrides(arguments)
+    checkpoint = _open(arguments)
+    prompt_ids(checkpoint.tokenizer(), arguments.prompt, arguments.chat)  # before weights are read, which takes a while
+    pieces = sample(
+        _load(arguments, checkpoint), arguments.prompt, chat=arguments.chat, max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature, top_k=arguments.top_k, seed=arguments.seed,
+    )  # fmt: skip
+    said = iter(pieces) if arguments.chat else itertools.chain([arguments.prompt], pieces)
+    for piece in said:  # every process runs the model; one speaks
+        print(piece if runtime.is_main() else "", end="", flush=True)
+    print(end="\n" if runtime.is_main() else "")
+    return 0
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Print perplexity and bits per byte of a checkpoint of any format on texts."""
+    from jaxpp.data import CorpusConfig, read_documents
+    from jaxpp.serve.perplexity import check_windows, score_texts, windows_for
+    from jaxpp.serve.sample import required
+
+    refuse_overrides(arguments)
+    checkpoint, most = _open(arguments), arguments.max_documents
+    tokenizer = required(checkpoint.tokenizer())
+    windows = windows_for(checkpoint.config, arguments.window, arguments.stride, arguments.batch_size)
+    check_windows(windows, checkpoint.config)
+    documents = [document for source in arguments.text for document in read_documents(CorpusConfig(source), most)]
+    model = _load(arguments, checkpoint)
+    scores = score_texts(model, tokenizer, [document.text for document in documents], windows, arguments.max_tokens)
+    if runtime.is_main():
+        print(_table([document.name for document in documents], scores))
+    return 0
+
+
+def _table(names: Sequence[str], scores: Sequence[Score], most: int = 20) -> str:
+    """Return one line for each text, if they are at most `most`, and one for all of them."""
+    from jaxpp.serve.perplexity import Score
+    from jaxpp.train.report import columns
+
+    rows: list[Sequence[str]] = [("text", "tokens", "bytes", "loss", "perplexity", "bits/byte")]
+    named = list(zip(names, scores, strict=True)) if len(scores) <= most else []
+    if len(scores) != 1:
+        named.append((f"all {len(scores)}", sum(scores, Score())))
+    for name, score in named:
+        numbers = (f"{score.loss:.4f}", f"{score.perplexity:.2f}", f"{score.bits_per_byte:.4f}")
+        rows.append((name, f"{score.num_tokens:,}", f"{score.num_bytes:,}", *numbers))
+    return "\n".join(columns(rows, right=range(1, 6)))
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """Turn a checkpoint of any format into another: ours (orbax), or a directory that transformers loads (hf)."""
+    from jaxpp import tree
+    from jaxpp.conversion import convert
+    from jaxpp.pretrained import abstract_params
+
+    refuse_overrides(arguments)
+    checkpoint = _open(arguments)
+    _prepare(arguments.cpu_devices)
+    to = arguments.to or ("hf" if checkpoint.format == "orbax" else "orbax")
+    total = tree.total_bytes(abstract_params(checkpoint.config))
+    with _bar(f"to {to}") as advance:
+        convert(
+            checkpoint, arguments.target, to, mesh=arguments.mesh, dtype=arguments.dtype or None,
+            family=arguments.family, max_file_bytes=arguments.max_file_gb * 1e9, overwrite=arguments.overwrite,
+            reading=lambda count: advance(count, 2 * total), writing=lambda count: advance(count, 2 * total),
+        )  # fmt: skip
+    if runtime.is_main():
+        print(f"{checkpoint.name} ({checkpoint.format}) is now {arguments.target} ({to})")
+    return 0
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Compare loss and gradients over every legal mesh of the devices at hand; 1 if one differs."""
+    from jaxpp.train.verify import verify as compare
+
+    run = _run_of(arguments)
+    _prepare(run.cpu_devices)
+    agree = compare(run, print)
+    return 0 if agree else 1
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    """Run another command of ours in several processes on this machine."""
+    from jaxpp.launch import launch as start
+
+    command = [sys.executable, "-m", "jaxpp.cli", *arguments.command]
+    return start(command, arguments.processes, arguments.devices_per_process)
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Examine the installation, the devices and the processes, and name the fixes."""
+    from jaxpp.doctor import examine, exit_code, render
+
+    _prepare(0)
+    findings = examine()
+    print(render(findings))
+    return exit_code(findings)
+
+
+def refuse_overrides(arguments: argparse.Namespace) -> None:
+    """Refuse settings of a run where none is run.
+
+    Raises:
+        ValueError: naming them.
+    """
+    if arguments.overrides:
+        raise ValueError(f"jaxpp {arguments.name} does not take {' '.join(arguments.overrides)}; see --help")
+
+
+def fail(message: str, code: int) -> int:
+    """Print one line on stderr and return the exit code."""
+    print(f"jaxpp: {' '.join(message.split())}", file=sys.stderr)
+    return code
