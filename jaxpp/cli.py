@@ -1,5 +1,4 @@
-"""The command line: ``jaxpp train | inspect | convert | eval | generate | verify | schedule | launch |
-doctor``.
+"""The command line: ``jaxpp train | inspect | convert | eval | generate | verify | schedule | launch | doctor``.
 
 Exit codes: 0 done, 2 the user's mistake (one line on stderr), 1 ours.
 """

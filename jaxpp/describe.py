@@ -15,7 +15,8 @@ from jaxpp.models import DecoderConfig
 from jaxpp.models.canonical import spread
 from jaxpp.parallel import Layout, Plan, bytes_per_device
 from jaxpp.pretrained import Checkpoint
-from jaxpp.train.report import SHORT_DTYPES, columns, size, split_words
+from jaxpp.quantities import show_bytes
+from jaxpp.train.report import SHORT_DTYPES, columns, split_words
 
 
 def describe(checkpoint: Checkpoint, mesh: str = "data:1") -> str:
@@ -44,7 +45,7 @@ def _summary(checkpoint: Checkpoint, params: Any) -> list[tuple[str, str]]:
     stored = ", ".join(f"{kind} {elements / count:.0%}" for kind, elements in kinds.items())
     rows = [
         ("checkpoint", f"{checkpoint.name} ({kind})"),
-        ("weights", f"{count:,} parameters, {size(tree.total_bytes(params))} ({stored})"),
+        ("weights", f"{count:,} parameters, {show_bytes(tree.total_bytes(params))} ({stored})"),
     ]
     if isinstance(checkpoint.config, DecoderConfig):
         rows.append(("model", _shape(checkpoint.config)))
@@ -121,6 +122,6 @@ def _weights(params: Any, layout: Layout) -> str:
         dtype = np.dtype(leaf.dtype).name
         kind = f"{'x'.join(map(str, leaf.shape))} {SHORT_DTYPES.get(dtype, dtype)}"
         split = split_words(layout, arrows[path])
-        rows.append((path, str(arrows[path]), kind, split, size(bytes_per_device(leaf))))
-    rows.append(("total", "", "", "", size(sum(bytes_per_device(leaf) for leaf in leaves.values()))))
+        rows.append((path, str(arrows[path]), kind, split, show_bytes(bytes_per_device(leaf))))
+    rows.append(("total", "", "", "", show_bytes(sum(bytes_per_device(leaf) for leaf in leaves.values()))))
     return "\n".join(["weights; bytes are those on each device", *columns(rows, right=(4,))])

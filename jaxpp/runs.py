@@ -34,8 +34,8 @@ def build_model(values: Mapping[str, Any]) -> ModelConfig:
     cls, sizes = _outside(family) if ":" in str(family) else _inside(family)
     if family in PUBLISHED and preset is None:
         raise ValueError(
-            f"model.family {family} needs a model.preset, which holds what sets it apart: {', '.join(sizes)}; a shape of "
-            'your own is of family "decoder", and a checkpoint (init=...) brings its model along'
+            f"model.family {family} needs a model.preset, which holds what sets it apart: {', '.join(sizes)}; a shape "
+            'of your own is of family "decoder", and a checkpoint (init=...) brings its model along'
         )
     if preset is not None:
         if str(preset) not in sizes:

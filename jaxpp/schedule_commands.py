@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from jaxpp.quantities import parse_bytes
 from jaxpp.schedule import SCHEDULES, build, simulate, unit_costs
 from jaxpp.schedule.compare import compare
 from jaxpp.schedule.compare_text import compared
@@ -18,7 +19,6 @@ from jaxpp.schedule.costs_file import read_costs
 from jaxpp.schedule.draw import FORMATS, save
 from jaxpp.schedule.layer_costs import costs_of
 from jaxpp.schedule.picture import title_of
-from jaxpp.schedule.quantities import parse_bytes
 from jaxpp.schedule.simulate import Timeline
 from jaxpp.schedule.text import text
 

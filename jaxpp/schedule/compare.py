@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from jaxpp.quantities import show_bytes, show_share
 from jaxpp.schedule import SCHEDULES, build
 from jaxpp.schedule.costs import Costs, unit_costs
 from jaxpp.schedule.counts import check_counts
 from jaxpp.schedule.held import weight_bytes
 from jaxpp.schedule.layer_costs import ModelCosts, costs_of
-from jaxpp.schedule.quantities import show_bytes, show_share
 from jaxpp.schedule.simulate import Timeline, simulate
 from jaxpp.schedule.table import Schedule
 

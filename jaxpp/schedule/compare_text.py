@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from jaxpp.quantities import show_bytes, show_share, show_time
 from jaxpp.schedule.compare import Measures, Row, best
-from jaxpp.schedule.quantities import show_bytes, show_share, show_time
 
 COLUMNS = ("schedule", "makespan", "bubble", "peak act.", "weights", "messages", "memory", "sent")
 """What is printed of each schedule; the last two only where costs are in bytes."""

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxpp.quantities import show_share, show_time
 from jaxpp.schedule.held import single_events
-from jaxpp.schedule.quantities import show_share, show_time
 from jaxpp.schedule.simulate import Event, Timeline
 from jaxpp.schedule.table import Kind, Op, Schedule
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable
 
+from jaxpp.quantities import show_time
 from jaxpp.schedule.held import single_events
 from jaxpp.schedule.picture import (
     NAMES,
@@ -17,7 +18,6 @@ from jaxpp.schedule.picture import (
     shade_of,
     title_of,
 )
-from jaxpp.schedule.quantities import show_time
 from jaxpp.schedule.simulate import Event, Timeline
 from jaxpp.schedule.table import Op, Schedule
 

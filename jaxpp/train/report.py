@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxpp import dims, tree
 from jaxpp.mesh import MeshSpec
 from jaxpp.parallel import Layout, bytes_per_device
+from jaxpp.quantities import show_bytes
 from jaxpp.train.config import Run, active_experts
 from jaxpp.train.memory import Memory, memory
 from jaxpp.train.program import Program
@@ -48,22 +49,6 @@ def report(run: Run, compiled: bool = False) -> str:
     if compiled:
         parts.append(_compiled(run, program, predicted))
     return "\n\n".join(part for part in (*parts, _notes(program)) if part)
-
-
-def size(num_bytes: float) -> str:
-    """Write a number of bytes in B, KiB, MiB, GiB or TiB, with three digits.
-
-    Example:
-        >>> size(1536), size(3 * 2**30)
-        ('1.50 KiB', '3.00 GiB')
-    """
-    if num_bytes < 1024:
-        return f"{int(num_bytes)} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        num_bytes /= 1024
-        if num_bytes < 1000 or unit == "TiB":
-            break
-    return f"{num_bytes:.{2 if num_bytes < 9.995 else 1 if num_bytes < 99.95 else 0}f} {unit}"
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
@@ -117,9 +102,9 @@ def _weights(program: Program) -> str:
         dtype = jnp.dtype(leaf.dtype).name
         kind = f"{shapes[path]:{width}} {SHORT_DTYPES.get(dtype, dtype)}"
         split = split_words(program.layout, arrows[path])
-        rows.append((path, str(arrows[path]), kind, split, size(bytes_per_device(leaf))))
+        rows.append((path, str(arrows[path]), kind, split, show_bytes(bytes_per_device(leaf))))
     total = sum(bytes_per_device(leaf) for leaf in leaves.values())
-    rows.append(("total", "", f"{_count(program):,}", "", size(total)))
+    rows.append(("total", "", f"{_count(program):,}", "", show_bytes(total)))
     lines = columns(rows, right=(4,))
     return "\n".join(["weights; bytes are those on each device", *lines])
 
@@ -138,7 +123,7 @@ def _memory(program: Program, m: Memory) -> str:
         ("loss", m.loss_bytes, "logits of a chunk, the head, its gradient" + (f"; {less}" if loss_is_less else "")),
         ("predicted peak", m.total_bytes, ""),
     ]
-    lines = columns([(f"  {name}", size(value), note) for name, value, note in rows], right=(1,))
+    lines = columns([(f"  {name}", show_bytes(value), note) for name, value, note in rows], right=(1,))
     return "\n".join(["memory of one training step, on each device", *lines])
 
 
@@ -161,7 +146,7 @@ def _compiled(run: Run, program: Program, predicted: Memory) -> str:
     found = compiled_bytes(run, program)
     ratio = predicted.total_bytes / found["peak"]
     note = f"argument + output + temp - alias; predicted / compiled = {ratio:.2f}"
-    rows = [(f"  {kind}", size(value), note if kind == "peak" else "") for kind, value in found.items()]
+    rows = [(f"  {kind}", show_bytes(value), note if kind == "peak" else "") for kind, value in found.items()]
     return "\n".join(["the compiler's account of the same step, on each device", *columns(rows, right=(1,))])
 
 
@@ -174,6 +159,6 @@ def _notes(program: Program) -> str:
     whole = [path for path, arrow in arrows.items() if split_words(layout, arrow) == "-"]
     if not whole:
         return ""
-    held = size(sum(bytes_per_device(leaves[path]) for path in whole))
+    held = show_bytes(sum(bytes_per_device(leaves[path]) for path in whole))
     named = ", ".join(whole[:3]) + (", ..." if len(whole) > 3 else "")
     return f"note: axes {' '.join(splitting)} split no dim of {len(whole)} weights, {held} on each device:\n  {named}"

@@ -10,7 +10,10 @@ from tests.house import source
 CORE = {"jax", "jaxlib", "flax", "optax", "orbax", "etils", "chex", "numpy", "jaxpp"}
 
 # Packages that none of CORE's own imports bring in, so their presence is our doing.
-OPTIONAL = ("grain", "tokenizers", "gguf", "huggingface_hub", "jinja2", "jsonargparse", "tensorboardX", "matplotlib", "fastapi", "ray")
+OPTIONAL = (
+    "grain", "tokenizers", "gguf", "huggingface_hub", "jinja2", "jsonargparse", "tensorboardX", "matplotlib", "fastapi",
+    "ray",
+)  # fmt: skip
 
 
 def test_other_packages_are_imported_inside_functions() -> None:

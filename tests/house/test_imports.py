@@ -10,6 +10,7 @@ from tests.house import source
 # An area may import areas of a strictly lower rank, also inside functions and under TYPE_CHECKING.
 RANKS = {
     "names": 0,
+    "quantities": 0,
     "tree": 0,
     "config": 0,
     "cluster": 0,

@@ -9,9 +9,10 @@ import jax
 import pytest
 
 from jaxpp import runs, tree
+from jaxpp.quantities import show_bytes
 from jaxpp.train.memory import memory
 from jaxpp.train.program import Program
-from jaxpp.train.report import columns, report, size
+from jaxpp.train.report import columns, report
 from jaxpp.train.session import check
 
 
@@ -121,7 +122,7 @@ def test_the_prediction_is_near_the_compilers_account(mesh, remat, microbatches)
 
 
 def test_sizes_and_columns():
-    assert [size(n) for n in (0, 1023, 1024, 999 * 1024, 2**30, 5 * 2**40)] == [
+    assert [show_bytes(n) for n in (0, 1023, 1024, 999 * 1024, 2**30, 5 * 2**40)] == [
         *("0 B", "1023 B", "1.00 KiB", "999 KiB", "1.00 GiB", "5.00 TiB"),
     ]  # fmt: skip
     assert columns([("a", "1"), ("bcd", "22")], right=(1,)) == ["a     1", "bcd  22"]

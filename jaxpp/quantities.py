@@ -39,9 +39,9 @@ def show_bytes(num_bytes: float) -> str:
         return f"{num_bytes:.0f} B"
     for unit in ("KiB", "MiB", "GiB", "TiB"):
         num_bytes /= 1024
-        if num_bytes < 1024 or unit == "TiB":
+        if num_bytes < 1000 or unit == "TiB":
             break
-    return f"{num_bytes:.{max(0, 2 - (num_bytes >= 10) - (num_bytes >= 100))}f} {unit}"
+    return f"{num_bytes:.{2 if num_bytes < 9.995 else 1 if num_bytes < 99.95 else 0}f} {unit}"
 
 
 def show_time(time: float, unit: str = "s") -> str:
