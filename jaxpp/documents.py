@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -42,6 +43,7 @@ def family_to_write(config: ModelConfig, texts: Mapping[str, str], wanted: str) 
     """
     if not isinstance(config, DecoderConfig):
         raise ValueError(f"a {type(config).__name__} is no decoder of ours, so no published family holds it")
+    config = dataclasses.replace(config, vocab_rows=0)  # rows that stand for no token are not written
     kept = json.loads(texts[KEPT_CONFIG]).get("model_type", "") if KEPT_CONFIG in texts else ""
     found = family_for(config, wanted or {"gemma3": "gemma3_text"}.get(kept, kept))
     if wanted and found.model_type != wanted:

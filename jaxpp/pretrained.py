@@ -114,16 +114,20 @@ class Published:
     ignored: tuple[str, ...]
     own_tokenizer: Tokenizer | None = None
 
-    @cached_property
+    @property
     def dtypes(self) -> Mapping[str, np.dtype]:
         """The stored dtype of each weight, by path."""
+        return self._dtypes
+
+    @cached_property
+    def _dtypes(self) -> Mapping[str, np.dtype]:
         infos = self.files.names()
         chosen = weights(self.family.tensors(self.config), abstract_params(self.config), infos)
         return {weight.path: infos[next(iter(weight.tensors()))[0]].dtype for weight in chosen}
 
     def tokenizer(self) -> Tokenizer | None:
         """Return its tokenizer; None where it has none."""
-        return self.own_tokenizer or tokenizer_of(self.texts)
+        return self.own_tokenizer or _tokenizer(self.name, self.texts)
 
     def num_bytes(self, like: Any) -> int:
         """Count the bytes that `read` will read in this process."""
@@ -174,7 +178,7 @@ class Saved:
 
     def tokenizer(self) -> Tokenizer | None:
         """Return its tokenizer; None where it has none."""
-        return tokenizer_of(self.texts)
+        return _tokenizer(self.name, self.texts)
 
     def num_bytes(self, like: Any) -> int:
         """Count the bytes that `read` will read in this process."""
@@ -192,6 +196,13 @@ class Saved:
         if progress:
             progress(self.num_bytes(like))
         return found
+
+
+def _tokenizer(name: str, documents: Mapping[str, str]) -> Tokenizer | None:
+    try:
+        return tokenizer_of(documents)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _cast(like: Any, dtypes: Mapping[str, np.dtype]) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxpp import cli, runs
+from jaxpp import cli, commands, runs
 from tests import command
 
 
@@ -66,7 +66,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--help"])
     text = capsys.readouterr().out
     assert ended.value.code == 0
-    for name in ("train", "inspect", "generate", "verify", "launch", "doctor"):
+    for name in ("train", "inspect", "convert", "eval", "generate", "verify", "launch", "doctor"):
         assert re.search(rf"^ +{name} +[A-Z]", text, re.MULTILINE), name
 
 
@@ -103,7 +103,7 @@ def test_exit_codes(
     def refuse(_: object) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "doctor", refuse)
+    monkeypatch.setattr(commands, "doctor", refuse)
     assert cli.main(["doctor"]) == code
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(line) and err.count("\n") == 1
@@ -113,7 +113,7 @@ def test_the_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: object) -> int:
         raise ValueError("no")
 
-    monkeypatch.setattr(cli, "doctor", refuse)
+    monkeypatch.setattr(commands, "doctor", refuse)
     monkeypatch.setenv("JAXPP_TRACEBACK", "1")
     with pytest.raises(ValueError, match="no"):
         cli.main(["doctor"])
@@ -123,7 +123,7 @@ def test_a_bug_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object) -> int:
         raise KeyError("ours")
 
-    monkeypatch.setattr(cli, "doctor", fail)
+    monkeypatch.setattr(commands, "doctor", fail)
     with pytest.raises(KeyError):
         cli.main(["doctor"])
 

@@ -172,7 +172,7 @@ def test_a_step_that_is_not_there(trained: Path, workspace: Path, capsys: pytest
     [
         (["train", "run.yaml", "optimiser.name=sgd"], 'did you mean "optimizer"?'),
         (["train", "run.yaml", "cpu_devices=6", "plan.mesh=data:4"], 'but there are 6; "data:6" does, or set'),
-        (["generate", "out", "--prompt", "x"], "out holds no checkpoint: name a run's directory"),
+        (["generate", "out", "--prompt", "x"], "out: there is no such file or directory"),
     ],
 )
 def test_in_a_process_of_its_own(words: list[str], message: str, workspace: Path) -> None:

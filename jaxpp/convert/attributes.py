@@ -120,6 +120,5 @@ class Attributes:
             listed = ", ".join(f"{name} = {self.values[name]!r}" for name in left)
             raise ValueError(
                 f"{self.source} has attributes that this reader does not know and that may change the maths: {listed}; "
-                f"if you know that they do not, accept them with --accept {','.join(left)} "
-                f"(in Python accept={left})"
+                f"if you know that they do not, accept them with --accept={','.join(left)}"
             )

@@ -27,7 +27,7 @@ def find_on_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_PATTERNS))
     except Exception as error:  # its errors, those of its network library and of the cache have no common base
-        reason = " ".join(str(error).split("\n")[0].split())
+        reason = " ".join(str(error).split("\n")[0].split(". ")[0].split())
     try:
         return Path(snapshot_download(name, allow_patterns=_PATTERNS, local_files_only=True))
     except Exception:

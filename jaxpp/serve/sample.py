@@ -55,6 +55,8 @@ def prompt_ids(tokenizer: Tokenizer | None, prompt: str, chat: bool = False) -> 
         ValueError: there is no tokenizer, or no chat template or one that fails.
     """
     tokenizer = required(tokenizer)
+    if chat and tokenizer.chat_template is None:
+        raise ValueError("the tokenizer has no chat template; a base model continues text: leave chat out")
     ids = tokenizer.chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt, begin=True)
     return [int(i) for i in ids]
 

@@ -13,10 +13,9 @@ from flax import nnx
 
 from jaxpp import cli, config, runs
 from jaxpp.checkpoint import Checkpoints
+from jaxpp.conversion import load
 from jaxpp.data import Tokenizer
-from jaxpp.parallel import Plan
 from jaxpp.serve.generate import choose, generate
-from jaxpp.serve.sample import restore_model
 from jaxpp.train.config import resolved
 from tests import command
 
@@ -93,7 +92,7 @@ def test_the_seed_decides_the_draw(run, capsys: pytest.CaptureFixture[str]) -> N
         (["--prompt", PROMPT, "--max_new_tokens", "0"], "max_new_tokens 0 .* room for 1 to 55"),
         (["--prompt", PROMPT, "--mesh", "tensor:4"], "heads 2 does not split over tensor=4"),
         (["--prompt", PROMPT, "--mesh", "tensor:16"], 'mesh "tensor:16" needs 16 devices, but there are 8'),
-        (["--prompt", PROMPT, "model.embed_dim=64"], "does not fit, .* found float32"),
+        (["--prompt", PROMPT, "model.embed_dim=64"], "jaxpp generate does not take model.embed_dim=64; see --help"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str, run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,9 +103,11 @@ def test_mistakes_are_one_line(words: list[str], message: str, run, capsys: pyte
 
 def test_no_checkpoint_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "checkpoints").mkdir()
-    for path in (tmp_path, tmp_path / "checkpoints" / "7", tmp_path / "nowhere"):
+    assert cli.main(["generate", str(tmp_path), "--prompt", "x"]) == 2
+    assert "holds no checkpoint: name a run's directory, its checkpoints/ or one" in capsys.readouterr().err
+    for path in (tmp_path / "checkpoints" / "7", tmp_path / "nowhere"):
         assert cli.main(["generate", str(path), "--prompt", "x"]) == 2
-        assert "holds no checkpoint: name a run's directory, its checkpoints/ or one" in capsys.readouterr().err
+        assert f"{path}: there is no such file or directory" in capsys.readouterr().err
 
 
 def test_top_k_draws_among_the_largest_only() -> None:
@@ -122,8 +123,6 @@ def test_top_k_draws_among_the_largest_only() -> None:
 
 
 def test_it_stops_at_the_end_of_the_text(run, greedy: list[int]) -> None:
-    checkpoints = Checkpoints(Path(run.directory) / "checkpoints", writable=False)
-    model = restore_model(run.model, checkpoints, 3, Plan(mesh="data:1"))
     end = greedy[3]
-    found = list(generate(model, list(PROMPT.encode()), 5, max_positions=64, temperature=0, ends=[end]))
+    found = list(generate(load(run.directory), list(PROMPT.encode()), 5, max_positions=64, temperature=0, ends=[end]))
     assert found == greedy[: greedy.index(end)]
