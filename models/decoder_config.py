@@ -110,7 +110,8 @@ class DecoderConfig:
         """Draw a decoder."""
         from jaxpp.models.decoder import Decoder
 
-        return Decoder(self, rngs)
+        config: Any = self  # a type checker that meets this file by both of its names sees two classes
+        return Decoder(config, rngs)
 
     @property
     def table_rows(self) -> int:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from jaxpp import schedule_commands
+from jaxpp.quantities import parse_bytes, show_time
 from jaxpp.schedule.costs_file import write_costs
 from jaxpp.schedule.layer_costs import LayerCosts, ModelCosts, Transfer
-from jaxpp.quantities import parse_bytes, show_time
 
 SMALL = ("--ranks", "4", "--microbatches", "8")
 

@@ -93,7 +93,7 @@ WRONG = {
         ["optimizer.name=adamv"],
         'optimizer.name: unknown "adamv"; did you mean "adamw"\\? known: adamw muon',
     ),
-    "an unknown preset": (["model.preset=2m"], 'model.preset: unknown "2m"; known: 1m 4m 15m'),
+    "an unknown preset": (["model.preset=2m"], 'model.preset: unknown "2m"; known: 1m 4m moe-4m 15m'),
     "a word for a number": (["train.num_steps=many"], 'train.num_steps = "many": a whole number is needed'),
     "no value": (["--train.num_steps"], 'override "--train.num_steps" has no key or no value'),
     "a step to go back to in a new run": (["checkpoint.step=3"], "checkpoint.step 3 is not in out/checkpoints; .*none"),

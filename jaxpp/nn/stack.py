@@ -92,7 +92,7 @@ def run_blocks(
     if layout is not None and layout.mesh.shape.get(AXIS, 1) > 1 and AXIS not in _manual():
 
         def chunk(x: jax.Array, layers: Any, shared: tuple[Any, ...]) -> jax.Array:
-            return jax.lax.scan(lambda x, one: (body(x, *one, shared), None), x, layers)[0]
+            return jax.lax.scan(lambda x, one: (body(x, one[0], one[1], shared), None), x, layers)[0]
 
         return pipelined(chunk, (state, stacked), x, shared, layout, execution.pipeline, policy)
     if execution.layers == "scan":

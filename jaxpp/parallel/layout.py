@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp import dims as arrows
 from jaxpp import tree
@@ -30,7 +30,7 @@ class Layout:
         dims: dims of the user's own model, beside ``jaxpp.dims.DIMS``.
     """
 
-    mesh: Mesh | AbstractMesh
+    mesh: Mesh
     rules: Rules
     dims: tuple[str, ...] = ()
 
