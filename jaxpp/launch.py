@@ -6,7 +6,6 @@ import contextlib
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -95,10 +94,8 @@ def launch(
 
 def _variables(processes: int, devices: int, extra: Mapping[str, str]) -> dict[str, str]:
     variables = {**os.environ, **extra}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     return variables | {
-        "JAXPP_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAXPP_COORDINATOR_ADDRESS": f"127.0.0.1:{runtime.free_port('127.0.0.1')}",
         "JAXPP_NUM_PROCESSES": str(processes),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": runtime.flags_with_devices(variables.get("XLA_FLAGS", ""), devices),

@@ -104,18 +104,18 @@ def _configure_transfers(coordinator: str | None) -> None:
         return
     address = _own_address(coordinator)
     # The socket's port is told to the other processes as it stands: with 0 they would wait for ever.
-    _option_set(SOCKET_OPTION, f"{address}:{_free_port(address)}")
+    _option_set(SOCKET_OPTION, f"{address}:{free_port(address)}")
     _option_set(TRANSPORT_OPTION, ",".join([f"{address}:0"] * 4))
 
 
-def _free_port(address: str) -> int:
+def free_port(address: str) -> int:
     """Find a free port that the system does not hand out by itself: nobody else takes it before JAX binds it."""
     ports = range(20_000, 32_768)
     for port in random.SystemRandom().sample(ports, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((address, port))
             return port
-    raise ValueError(f"no free port on {address} between {ports.start} and {ports.stop} for cross-host transfers")
+    raise ValueError(f"no free port on {address} between {ports.start} and {ports.stop}")
 
 
 def initialize() -> None:

@@ -197,6 +197,8 @@ def closed_form(config: DecoderConfig) -> int:
     d, h, k, m = config.embed_dim, config.head_dim, config.num_kv_heads, config.mlp_dim
     attention = 2 * d * config.num_heads * h + 2 * d * k * h
     mlp = (3 if config.mlp == "gated" else 2) * d * m
+    if config.moe.num_experts:
+        mlp = config.moe.num_experts * (mlp + d)  # and the router
     ends = (1 if config.tied else 2) * config.vocab_size * d
     return config.num_layers * (attention + mlp + 2 * d) + d + ends
 
@@ -206,7 +208,7 @@ def test_parameters_of_every_preset(size):
     config = DecoderConfig(**SIZES[size])
     count = dims.num_parameters(abstract(config))
     assert count == closed_form(config)
-    digits, unit = float(size[:-1]), {"m": 1e6, "b": 1e9}[size[-1]]
+    digits, unit = float(size.removeprefix("moe-")[:-1]), {"m": 1e6, "b": 1e9}[size[-1]]
     assert 0.6 < count / (digits * unit) < 1.6
     tied = DecoderConfig(**SIZES[size], tied=True)
     assert dims.num_parameters(abstract(tied)) == count - config.vocab_size * config.embed_dim
@@ -238,7 +240,7 @@ def test_flops_against_what_xla_counts():
 
     def forward(params, tokens, positions):
         with executing(Execution(layers="unroll")):  # XLA counts the body of a loop once
-            return nnx.merge(graph, params)({"tokens": tokens, "positions": positions})
+            return nnx.merge(graph, params)(tokens, positions=positions)
 
     cost = jax.jit(forward).lower(params, ids, ids).cost_analysis()
     predicted = dims.flops_per_token(params, seq) / 3 * batch * seq

@@ -105,7 +105,8 @@ def test_a_weight_that_does_not_divide_names_its_path_and_what_would():
         )
     assert str(error.value) == (
         "u: mlp 6 does not split over tensor=4; sizes 4 or 8 would, or a split by 1, 2, 3, 6; "
-        "v: vocab 251 does not split over tensor=4; sizes 248 or 252 would, or a split by 1, 251"
+        "v: vocab 251 does not split over tensor=4; sizes 248 or 252 would, or a split by 1, 251; "
+        "model.vocab_rows=252 fills the table up"
     )
 
 
