@@ -1,0 +1,110 @@
+"""A language model without its weights: its embedding, some of its blocks, its loss, each on weights given apart."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpp.pipeline.line import CALLS, REMATS, Numbers, missing, needed, record
+
+BLOCKS = "blocks"
+Prepare = Callable[[Any], Any]
+"""What is done to weights before they are used, e.g. a cast to the dtype to compute in."""
+
+
+def _run(model: Any, x: jax.Array, batch: Any, first_layer: int) -> jax.Array:
+    """Run the blocks that the model holds, which are those from `first_layer` on of the whole model."""
+    if "first_layer" in inspect.signature(model.run).parameters:
+        return model.run(x, batch, first_layer=first_layer)
+    if first_layer and getattr(getattr(model, "config", None), "layers", lambda: None)() is not None:
+        raise ValueError(f"the layers of {type(model).__name__} differ, and its run takes no first_layer")
+    return model.run(x, batch)
+
+
+def _loss_from(model: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the model's loss from what its last block returned."""
+    if hasattr(model, "loss_from"):
+        return model.loss_from(x, batch)
+    whole = type(model)
+    part = type(whole.__name__, (whole,), {"embed": lambda self, batch: x, "run": lambda self, x, batch: x})
+    headless = object.__new__(part)
+    headless.__dict__.update(model.__dict__)
+    return headless.loss(batch)
+
+
+@dataclass(frozen=True, eq=False)
+class Skeleton:
+    """A model without its weights.
+
+    Args:
+        graph: of the whole model.
+        params: shapes of all its weights.
+        prepare: what is done to weights before they are used.
+    """
+
+    graph: Any
+    params: Any
+    prepare: Prepare
+
+    def model(self, params: Any) -> Any:
+        """Return a model with some of its weights; the rest are shapes, which nothing may touch."""
+        flat = dict(nnx.to_flat_state(self.params))
+        flat.update(nnx.to_flat_state(self.prepare(params)))
+        return nnx.merge(self.graph, nnx.from_flat_state(list(flat.items())))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What runs before the blocks: ``x = embed(batch)``."""
+
+    skeleton: Skeleton
+
+    def __call__(self, params: Any, batch: Any) -> Any:
+        """Return the residual stream that enters the first block."""
+        return self.skeleton.model(params).embed(batch)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the blocks, and after the last of them the loss: the function of a stage."""
+
+    skeleton: Skeleton
+    first_layer: int
+    is_last: bool
+
+    def __call__(self, params: Any, x: Any, batch: Any, key: Any) -> Any:
+        """Return the residual stream after the last of the blocks, or the losses."""
+        model = self.skeleton.model(params)
+        x = _run(model, x, batch, self.first_layer)
+        return _loss_from(model, x, batch) if self.is_last else x
+
+
+def weights_used(skeleton: Skeleton, num_stages: int, paths: Sequence[str]) -> tuple[frozenset[str], ...]:
+    """Find which weights outside of the blocks each stage uses, on a batch of one row of two tokens."""
+    integers = ("tokens", "targets", "segments", "positions")
+    batch = {name: jax.ShapeDtypeStruct((1, 2), jnp.int32) for name in integers}
+    batch["weights"] = jax.ShapeDtypeStruct((1, 2), jnp.float32)
+    entry, through = Entry(skeleton), Part(skeleton, 0, False)
+    x = jax.eval_shape(entry, skeleton.params, batch)
+    first = _used(entry, paths, skeleton.params, batch)
+    middle = _used(lambda p, b, x: through(p, x, b, None), paths, skeleton.params, batch, x)
+    last = _used(lambda p, b, x: _loss_from(skeleton.model(p), x, b), paths, skeleton.params, batch, x)
+    found = [set(middle) for _ in range(num_stages)]
+    found[0] |= first
+    found[-1] |= last
+    return tuple(frozenset(path for path in one if path.split("/")[0] != BLOCKS) for one in found)
+
+
+def _used(function: Callable[..., Any], paths: Sequence[str], params: Any, *others: Any) -> set[str]:
+    closed = jax.make_jaxpr(function)(params, *others)
+    numbers = Numbers()
+    inputs = numbers.new(len(closed.jaxpr.invars))
+    steps, outputs = record(closed, inputs, numbers, {**CALLS, **REMATS})
+    read = set(missing(needed(steps, outputs), outputs))
+    return {path for path, number in zip(paths, inputs, strict=False) if number in read}
