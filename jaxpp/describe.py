@@ -111,7 +111,8 @@ def _tokenizer(tokenizer: Tokenizer | None, rows: int) -> str:
         return "none"
     ends = " ".join(tokenizer.token(end) for end in sorted(tokenizer.ends))
     parts = [f"{tokenizer.vocab_size} tokens for {rows} rows", f"ends at {ends}"]
-    parts += ["begins with " + tokenizer.token(tokenizer.begin_of_text)] if tokenizer.add_bos else []
+    if tokenizer.add_bos and tokenizer.begin_of_text is not None:
+        parts.append(f"begins with {tokenizer.token(tokenizer.begin_of_text)}")
     return ", ".join([*parts, "with a chat template" if tokenizer.chat_template else "no chat template"])
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxpp import tree
 from jaxpp.pipeline.cut import CutModel, cut_leaf
+from jaxpp.pipeline.pipeline import Pipeline
+from jaxpp.pipeline.transfer import fetch
 
 
 def split_state(cut: CutModel, whole: Any, parts: Sequence[Any]) -> tuple[Any, ...]:
@@ -48,12 +51,26 @@ def _cut(path: str, leaves: dict[str, Any], wanted: Any, start: int, count: int)
     return piece
 
 
+def fetch_states(pipeline: Pipeline, parts: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the states of all stages as host arrays, on every process; all processes make the same call.
+
+    Cost: each process but the owner of a stage is sent all of that stage.
+    """
+    found = []
+    for stage, part in enumerate(parts):
+        leaves, structure = jax.tree.flatten(part)
+        held = fetch(leaves, pipeline.executor.owner(stage), pipeline.places)
+        found.append(jax.tree.unflatten(structure, held))
+    return tuple(found)
+
+
 def join_states(whole: Any, parts: Sequence[Any]) -> Any:
     """Put states of stages together, on the host.
 
     Args:
         whole: the state of the whole model as shapes.
-        parts: for each stage its state; of a shared weight the owner's counts.
+        parts: for each stage its state, all of it on this process (see `fetch_states`); of a shared weight the
+            owner's counts.
 
     Raises:
         ValueError: a leaf that no stage has, or pieces that do not make the whole.

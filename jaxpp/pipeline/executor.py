@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -62,6 +62,14 @@ class Executor:
         """Every stage with each rank that holds it; the first of a stage owns it."""
         pairs = [(stage, ranks[stage]) for ranks in self.schedule.placement for stage in range(len(self.stages))]
         return tuple(sorted(dict.fromkeys(pairs), key=lambda pair: (pair[0], pairs.index(pair))))
+
+    @cached_property
+    def forward_only(self) -> Executor:
+        """The same without backward passes, for losses alone."""
+        orders = tuple(
+            tuple((op,) for cell in order for op in cell if op.kind == "F") for order in self.schedule.orders
+        )
+        return replace(self, schedule=replace(self.schedule, orders=orders))
 
     def owner(self, stage: int) -> Place:
         """Return the place that owns a stage."""

@@ -46,7 +46,7 @@ class Walk:
         self.keys, self.step = keys, step
         local = [pair for pair in executor.held if executor.places[pair[1]].is_local]
         self.weights = {pair: dict(zip(operations[pair].traced.params, weights[pair], strict=True)) for pair in local}
-        self.sums = {pair: operations[pair].zeros() for pair in local}
+        self.sums = {pair: operations[pair].zeros() for pair in local if operations[pair].kinds}
         last = len(executor.stages) - 1
         zero = np.zeros((), np.float32)
         ends = [(rank, executor.places[rank]) for stage, rank in executor.held if stage == last]
@@ -77,6 +77,8 @@ class Walk:
         live[where] = {}
         self.peak[rank] = max(self.peak[rank], len(live))
         y = self._forward(own, rank, op, x) if own.place.is_local else absent(own.y)
+        if not own.kinds:  # nothing comes back
+            del live[where]
         if not own.is_last:
             self.arrived[op.stage + 1, op.microbatch] = self._send(y, rank, op.stage + 1, op.microbatch)
 
@@ -90,7 +92,7 @@ class Walk:
         again = where in self.executor.recomputed
         operation = own.forward_alone if again else own.forward
         y, kept = self._call(operation, self.totals[rank] if own.is_last else [], rank, op)
-        later = own.after_forward[self.executor.schedule.backward_of[where]]
+        later = own.after_forward.get(self.executor.schedule.backward_of.get(where, ""), frozenset())
         if again:
             later = later.union(own.recompute.inputs)
         elif not own.is_last:

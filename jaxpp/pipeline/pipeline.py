@@ -61,6 +61,11 @@ class Pipeline:
         """One for each rank."""
         return self.executor.places
 
+    @property
+    def here(self) -> int:
+        """A rank that has devices of this process."""
+        return next(rank for rank, place in enumerate(self.places) if place.is_local)
+
     @cached_property
     def borrowed(self) -> dict[tuple[int, int], tuple[int, int]]:
         """For each use of a shared weight but the owner's, stage and place among its leaves, the owner's.
@@ -123,19 +128,27 @@ class Pipeline:
             key: PRNG key of the run, the same for every step; None where nothing is drawn.
             step: number of this step, for keys.
         """
-        data = None if key is None else np.asarray(jax.random.key_data(key))
-        shape = None if data is None else jax.ShapeDtypeStruct(data.shape, data.dtype)
-        operations = self.executor.operations(microbatch_shapes(self.executor, batch), shape)
-        local = [(rank, place) for rank, place in enumerate(self.places) if place.is_local]
-        keys = {} if data is None else {rank: place.put(data, place.layout.replicated()) for rank, place in local}
-        parts = lay_out(self.executor, operations, batch)
-        walk = Walk(self.executor, self.held(params), parts, operations, keys, step)
-        walk.run()
+        walk = self._walk(self.executor, params, batch, key, step)
         gradients = tuple(walk.own_sums(stage) for stage in range(len(self.executor.stages)))
         self._gather_tied(gradients)
         totals = walk.totals_everywhere()
         loss, weight = (tuple(one[i] for one in totals) for i in (0, 1))
         return Sums(loss, weight, gradients, tuple(walk.peak))
+
+    def losses(self, params: Sequence[Any], batch: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return the sum of losses and the sum of weights on each rank, without gradients and without drawing."""
+        totals = self._walk(self.executor.forward_only, params, batch, None, 0).totals_everywhere()
+        return tuple(one[0] for one in totals), tuple(one[1] for one in totals)
+
+    def _walk(self, executor: Executor, params: Sequence[Any], batch: Any, key: Any, step: int) -> Walk:
+        data = None if key is None else np.asarray(jax.random.key_data(key))
+        shape = None if data is None else jax.ShapeDtypeStruct(data.shape, data.dtype)
+        operations = executor.operations(microbatch_shapes(executor, batch), shape)
+        local = [(rank, place) for rank, place in enumerate(self.places) if place.is_local]
+        keys = {} if data is None else {rank: place.put(data, place.layout.replicated()) for rank, place in local}
+        walk = Walk(executor, self.held(params), lay_out(executor, operations, batch), operations, keys, step)
+        walk.run()
+        return walk
 
     def _gather_tied(self, gradients: Sequence[list[Any]]) -> None:
         """Add the gradients of all uses of a weight up at its owner."""

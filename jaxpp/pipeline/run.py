@@ -85,6 +85,6 @@ def run(
     gradients = tuple(
         jax.tree.unflatten(jax.tree.structure(stage.params), own) for stage, own in zip(known, means, strict=True)
     )
-    here = next(rank for rank, place in enumerate(pipeline.places) if place.is_local)
+    here = pipeline.here
     loss, weight = sums.loss[here], sums.weight[here]
     return Result(loss / jnp.maximum(weight, 1e-8), weight, gradients, sums.peak_activations)

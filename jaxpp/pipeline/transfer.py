@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpp.pipeline.place import Place
 
@@ -52,3 +54,31 @@ def _sum(one: list[jax.Array], other: list[jax.Array]) -> list[jax.Array]:
 def add(place: Place, one: Sequence[jax.Array], other: Sequence[jax.Array]) -> list[jax.Array]:
     """Add arrays that lie on one place."""
     return _sum(list(one), list(other)) if place.is_local else absent(like(one))
+
+
+@partial(jax.jit, static_argnums=1)
+def _whole(values: list[jax.Array], goal: Any) -> list[jax.Array]:
+    return jax.lax.with_sharding_constraint(values, [goal] * len(values))
+
+
+def fetch(values: Sequence[jax.Array], source: Place, places: Sequence[Place]) -> list[np.ndarray]:
+    """Return arrays that lie on one place on the host of every process; all processes make the same call.
+
+    Args:
+        values: on `source`.
+        source: their place.
+        places: of all ranks; one for each process is sent a copy.
+    """
+    if not values:
+        return []
+    goal = source.layout.replicated()
+    stand = [jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=goal) for value in values]
+    whole = _whole(list(values), goal) if source.is_local else absent(stand)
+    found: list[np.ndarray] = []
+    for process in sorted(frozenset().union(*(place.processes for place in places))):
+        inside = process in source.processes
+        goal_place = source if inside else next(place for place in places if process in place.processes)
+        here = whole if inside else move(whole, goal_place)
+        if process == jax.process_index():
+            found = [np.asarray(value.addressable_data(0)) for value in here]
+    return found

@@ -172,7 +172,7 @@ class Trainer:
             source, place = pipeline.executor.owner(owner), pipeline.executor.owner(stage)
             leaves[leaf] = move_weights([jax.tree.leaves(params[owner])[at]], source, place)[0]
             params[stage] = jax.tree.unflatten(structure, leaves)
-        here = next(rank for rank, place in enumerate(pipeline.places) if place.is_local)
+        here = pipeline.here
         loss = sums.loss[here] / jnp.maximum(sums.weight[here], np.float32(1e-8))
         metrics = {"loss": loss, "grad_norm": norms[here], "weight": sums.weight[here]}
         return PipelineState(state.step + 1, tuple(params), tuple(optimizer)), metrics
