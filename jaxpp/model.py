@@ -41,8 +41,14 @@ class Model(Trainable, Protocol):
         """Return the residual stream that enters the first block."""
         ...
 
-    def run(self, x: Float[Array, "batch seq embed"], batch: Batch) -> Float[Array, "batch seq embed"]:
-        """Run all blocks."""
+    def run(
+        self, x: Float[Array, "batch seq embed"], batch: Batch, first_layer: int = 0
+    ) -> Float[Array, "batch seq embed"]:
+        """Run the blocks that the model holds: all, or in a stage of a pipeline those from `first_layer` on."""
+        ...
+
+    def loss_from(self, x: Float[Array, "batch seq embed"], batch: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Return `loss` from what the last block returned."""
         ...
 
     def logits(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:

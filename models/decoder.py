@@ -21,6 +21,7 @@ from jaxpp.nn import (
     Mlp,
     Norm,
     cross_entropy,
+    num_blocks,
     rope,
     run_blocks,
     stack_blocks,
@@ -136,12 +137,21 @@ class Decoder(nnx.Module):
             x = x + self.places(batch["positions"])
         return residual(x)
 
-    def run(self, x: Float[Array, "batch seq embed"], batch: Batch) -> Float[Array, "batch seq embed"]:
-        """Run the stacked blocks; a batch without ``segments`` is one document per row."""
+    def run(
+        self, x: Float[Array, "batch seq embed"], batch: Batch, first_layer: int = 0
+    ) -> Float[Array, "batch seq embed"]:
+        """Run the stacked blocks; a batch without ``segments`` is one document per row.
+
+        Args:
+            x: the residual stream.
+            batch: positions, and what else the blocks need of it.
+            first_layer: number of the first block, where this is a stage that holds some of them.
+        """
         weight = batch["weights"].astype(jnp.float32).sum() if "weights" in batch else None
         rotary, window_rotary = self._rotary(batch["positions"])
         context = Context(batch["positions"], batch.get("segments"), rotary, window_rotary, weight)
-        return run_blocks(self.blocks, x, context, each=self.config.layers())
+        layers = self.config.layers()
+        return run_blocks(self.blocks, x, context, each=layers and layers[first_layer:][: num_blocks(self.blocks)])
 
     def _rotary(self, positions: jax.Array) -> tuple[rope.Rotary | None, rope.Rotary | None]:
         config = self.config
@@ -187,7 +197,11 @@ class Decoder(nnx.Module):
 
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Return the summed cross-entropy of the targets, in nats, and the sum of their weights."""
-        x = self.final_norm(self.run(self.embed(batch), batch))
+        return self.loss_from(self.run(self.embed(batch), batch), batch)
+
+    def loss_from(self, x: Float[Array, "batch seq embed"], batch: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Return the loss from the last hidden states, as `loss` does from the tokens."""
+        x = self.final_norm(x)
         weights = batch["weights"].astype(jnp.float32)
         total = cross_entropy(
             x, self.head_weight(), batch["targets"], weights,

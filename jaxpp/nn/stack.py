@@ -65,6 +65,11 @@ def stack_blocks(make: Callable[[jax.Array], nnx.Module], key: jax.Array, num_la
     return nnx.merge(graph, _map_arrows(stacked, lambda arrow: arrow.stack("layers")))
 
 
+def num_blocks(blocks: nnx.Module) -> int:
+    """Return how many blocks a stacked module holds."""
+    return jax.tree.leaves(nnx.state(blocks))[0].shape[0]
+
+
 def run_blocks(
     blocks: nnx.Module, x: Float[Array, "batch seq embed"], *shared: Any, each: Sequence[Any] | None = None
 ) -> Float[Array, "batch seq embed"]:

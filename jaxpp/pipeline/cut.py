@@ -89,8 +89,8 @@ def cut_model(model: Any, cuts: Sequence[int], prepare: Prepare = _as_is) -> Cut
     """Cut a model into stages.
 
     Args:
-        model: with stacked ``blocks``, ``embed``, ``run`` and ``loss`` (`jaxpp.model.Model`); concrete, or shapes alone
-            as ``nnx.eval_shape`` gives it.
+        model: with stacked ``blocks``, ``embed``, ``run``, ``loss_from`` (`jaxpp.model.Model`); concrete, or shapes
+            alone as ``nnx.eval_shape`` gives it.
         cuts: the number of layers of each stage (`jaxpp.pipeline.cuts`).
         prepare: what is done to weights before they are used.
 
@@ -101,7 +101,8 @@ def cut_model(model: Any, cuts: Sequence[int], prepare: Prepare = _as_is) -> Cut
         ValueError: cuts that do not add up, no such model, or one with variables that are not weights.
     """
     if not isinstance(model, Model):
-        raise ValueError(f"{type(model).__name__} has not embed, blocks, run, logits and loss, which a cut needs")
+        name = type(model).__name__
+        raise ValueError(f"{name} has not embed, blocks, run, logits, loss and loss_from, which a cut needs")
     graph, params, other = nnx.split(model, nnx.Param, ...)
     if left := list(tree.named_nodes(other)):
         raise ValueError(f"{type(model).__name__} has variables beside its weights ({left[0]}), which no stage owns")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,26 +15,6 @@ from jaxpp.pipeline.line import CALLS, REMATS, Numbers, missing, needed, record
 BLOCKS = "blocks"
 Prepare = Callable[[Any], Any]
 """What is done to weights before they are used, e.g. a cast to the dtype to compute in."""
-
-
-def _run(model: Any, x: jax.Array, batch: Any, first_layer: int) -> jax.Array:
-    """Run the blocks that the model holds, which are those from `first_layer` on of the whole model."""
-    if "first_layer" in inspect.signature(model.run).parameters:
-        return model.run(x, batch, first_layer=first_layer)
-    if first_layer and getattr(getattr(model, "config", None), "layers", lambda: None)() is not None:
-        raise ValueError(f"the layers of {type(model).__name__} differ, and its run takes no first_layer")
-    return model.run(x, batch)
-
-
-def _loss_from(model: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
-    """Return the model's loss from what its last block returned."""
-    if hasattr(model, "loss_from"):
-        return model.loss_from(x, batch)
-    whole = type(model)
-    part = type(whole.__name__, (whole,), {"embed": lambda self, batch: x, "run": lambda self, x, batch: x})
-    headless = object.__new__(part)
-    headless.__dict__.update(model.__dict__)
-    return headless.loss(batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +60,8 @@ class Part:
     def __call__(self, params: Any, x: Any, batch: Any, key: Any) -> Any:
         """Return the residual stream after the last of the blocks, or the losses."""
         model = self.skeleton.model(params)
-        x = _run(model, x, batch, self.first_layer)
-        return _loss_from(model, x, batch) if self.is_last else x
+        x = model.run(x, batch, self.first_layer)
+        return model.loss_from(x, batch) if self.is_last else x
 
 
 def weights_used(skeleton: Skeleton, num_stages: int, paths: Sequence[str]) -> tuple[frozenset[str], ...]:
@@ -94,7 +73,7 @@ def weights_used(skeleton: Skeleton, num_stages: int, paths: Sequence[str]) -> t
     x = jax.eval_shape(entry, skeleton.params, batch)
     first = _used(entry, paths, skeleton.params, batch)
     middle = _used(lambda p, b, x: through(p, x, b, None), paths, skeleton.params, batch, x)
-    last = _used(lambda p, b, x: _loss_from(skeleton.model(p), x, b), paths, skeleton.params, batch, x)
+    last = _used(lambda p, b, x: skeleton.model(p).loss_from(x, b), paths, skeleton.params, batch, x)
     found = [set(middle) for _ in range(num_stages)]
     found[0] |= first
     found[-1] |= last

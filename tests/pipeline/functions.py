@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpp.pipeline import Place, Trainer, clip_by_given_norm, make_pipeline, make_places, stage_key
+from jaxpp.pipeline import Place, Trainer, clip_by_given_norm, fetch_states, make_pipeline, make_places, stage_key
 from jaxpp.schedule import build
 
 WIDTH = 8
@@ -119,7 +119,10 @@ def train(name: str, ranks: int, mesh: str | None) -> list[dict[str, float]]:
     for _ in range(3):
         state, metrics = trainer.step(state, tokens(8))
         told.append({key: float(value) for key, value in metrics.items()})
-    return told
+    loss, weight = (one[made.here] for one in made.losses(state.params, tokens(8)))
+    weights = jax.tree.leaves(fetch_states(made, state.params))
+    size = sum(float(np.square(leaf).sum()) for leaf in weights)
+    return [*told, {"loss": float(loss), "weight": float(weight), "weights": size}]
 
 
 @cache
