@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+
+import pytest
 
 NUM_DEVICES = 8
 
@@ -21,3 +24,13 @@ if platform is None:
     flags.append(f"--xla_force_host_platform_device_count={NUM_DEVICES}")
     flags.append("--xla_backend_optimization_level=0")  # tests compile far more than they run
     os.environ["XLA_FLAGS"] = " ".join(flags)
+
+import jax  # noqa: E402 (the flags come first)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_programs_end_with_their_module():
+    """Free what a module compiled: over the whole suite it would come to gigabytes in each worker."""
+    yield
+    jax.clear_caches()
+    gc.collect()
