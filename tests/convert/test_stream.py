@@ -205,7 +205,7 @@ def test_renamed_files() -> None:
 @pytest.mark.parametrize("processes, most", [(1, 1.25), (2, 0.8)])
 def test_peak_memory(processes: int, most: float, tmp_path: Path) -> None:
     """The shards of a process and one tensor (here a sixth), not the file beside them; see `tests/bench/loading.py`."""
-    dims = loading.sizes(num_layers=5, scale=8)
+    dims = loading.sizes(num_layers=5, scale=11)
     total = loading.write(tmp_path, dims, "bfloat16")
     answers = loading.load(tmp_path, dims, "bfloat16", processes)
     assert total > 150e6 and sum(answer["read"] for answer in answers) == total
