@@ -36,6 +36,7 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed
 	$(BIN)/python tests/bench/run.py
+	$(BIN)/python -m tests.bench.loading
 
 bench-gpu:
 	PYTHONPATH=. $(PYTHON) tests/bench/gpu.py
