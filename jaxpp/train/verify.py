@@ -16,14 +16,14 @@ import numpy as np
 
 from jaxpp import tree
 from jaxpp.data import open_data
-from jaxpp.mesh import Device
+from jaxpp.mesh import Device, MeshSpec
 from jaxpp.parallel import Plan
 from jaxpp.train.config import Run, active_experts
 from jaxpp.train.optimizer import make_optimizer
 from jaxpp.train.program import Program, TrainState, make_program
 from jaxpp.train.session import check_vocabulary
 
-AXES = ("data", "fsdp", "tensor")  # and expert, where there are experts
+AXES = ("data", "fsdp", "tensor")
 ADDED = {"data": "zero1", "tensor": "sequence"}  # a scheme that may be added to that of its axis
 
 TOLERANCES = {"float32": (1e-5, 2e-5), "bfloat16": (1e-3, 1e-1)}
@@ -34,7 +34,7 @@ more, and a gradient passes several such roundings (4e-5 and 3e-2 are seen on th
 them out. A bug smaller than this is found in fp32 alone.
 """
 
-ROW = "{:<26} {:<30} {:>10} {:>10} {:>10}  {}"
+ROW = "{:<26} {:<34} {:>10} {:>10} {:>10}  {}"
 HEADER = ROW.format("mesh", "schemes", "loss", "loss diff", "grad diff", "verdict")
 
 
@@ -49,6 +49,12 @@ def candidates(num_devices: int, axes: Sequence[str] = AXES) -> Iterator[Plan]:
         for chosen in itertools.product((False, True), repeat=len(extras)):
             added = [extra for extra, wanted in zip(extras, chosen, strict=True) if wanted]
             yield Plan(" ".join(f"{axis}:{n}" for axis, n in used.items()), (*used, *added))
+
+
+def _axes(run: Run) -> tuple[str, ...]:
+    """Return the axes to try: those of every model, and what its experts or the run's own pipeline bring in."""
+    experts = ("expert",) if active_experts(run.model) else ()
+    return (*AXES, *experts, *(("stage",) if "stage" in MeshSpec.parse(run.plan.mesh).axes else ()))
 
 
 def _like(run: Run, plan: Plan) -> Plan:
@@ -71,7 +77,7 @@ def _program(run: Run, plan: Plan, devices: Sequence[Device]) -> Program:
 def _sort(run: Run, devices: Sequence[Device]) -> tuple[list[Plan], dict[str, str]]:
     """Return the legal plans, and why each of the other meshes is none."""
     legal, refused = [], {}
-    axes = (*AXES, "expert") if active_experts(run.model) else AXES
+    axes = _axes(run)
     for plan in (_like(run, candidate) for candidate in candidates(len(devices), axes)):
         try:
             _program(run, plan, devices)
