@@ -36,6 +36,7 @@ def test_disagreement_is_noticed() -> None:
         measure.check_agreement(case, lambda _: one, lambda _: two)
 
 
+@pytest.mark.slow
 def test_the_gpu_table_has_its_three_rows_at_a_toy_size() -> None:
     command = [sys.executable, gpu.__file__, "--tiny"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
