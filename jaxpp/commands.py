@@ -62,12 +62,11 @@ def _bar(words: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _load(arguments: argparse.Namespace, checkpoint: Checkpoint):
-    from jaxpp import tree
     from jaxpp.conversion import load
-    from jaxpp.pretrained import abstract_params
+    from jaxpp.pretrained import stored_bytes
 
     _prepare(arguments.cpu_devices)
-    total = tree.total_bytes(abstract_params(checkpoint.config))
+    total = stored_bytes(checkpoint)
     with _bar("reading") as advance:
         return load(
             checkpoint, arguments.mesh, dtype=arguments.dtype or None, progress=lambda count: advance(count, total)
@@ -180,20 +179,20 @@ def _table(names: Sequence[str], scores: Sequence[Score], most: int = 20) -> str
 
 def convert(arguments: argparse.Namespace) -> int:
     """Turn a checkpoint of any format into another: ours (orbax), or a directory that transformers loads (hf)."""
-    from jaxpp import tree
-    from jaxpp.conversion import convert
-    from jaxpp.pretrained import abstract_params
+    from jaxpp.conversion import check_dtype, convert
+    from jaxpp.pretrained import stored_bytes
 
     refuse_overrides(arguments)
     checkpoint = _open(arguments)
     _prepare(arguments.cpu_devices)
     to = arguments.to or ("hf" if checkpoint.format == "orbax" else "orbax")
-    total = tree.total_bytes(abstract_params(checkpoint.config))
+    dtype = check_dtype(arguments.dtype) if arguments.dtype else ""
+    total = stored_bytes(checkpoint) + stored_bytes(checkpoint, dtype)
     with _bar(f"to {to}") as advance:
         convert(
-            checkpoint, arguments.target, to, mesh=arguments.mesh, dtype=arguments.dtype or None,
+            checkpoint, arguments.target, to, mesh=arguments.mesh, dtype=dtype or None,
             family=arguments.family, max_file_bytes=arguments.max_file_gb * 1e9, overwrite=arguments.overwrite,
-            reading=lambda count: advance(count, 2 * total), writing=lambda count: advance(count, 2 * total),
+            reading=lambda count: advance(count, total), writing=lambda count: advance(count, total),
         )  # fmt: skip
     if runtime.is_main():
         print(f"{checkpoint.name} ({checkpoint.format}) is now {arguments.target} ({to})")

@@ -79,7 +79,7 @@ def load(
     checkpoint = open_checkpoint(source, accept) if isinstance(source, str | Path) else source
     plan = Plan(mesh=mesh)
     layout = plan.layout(devices if devices is not None else named_devices(mesh))
-    chosen = jnp.dtype(_known(dtype)) if dtype else usual_dtype(checkpoint)
+    chosen = jnp.dtype(check_dtype(dtype)) if dtype else usual_dtype(checkpoint)
     params = checkpoint.read(like(checkpoint, layout, chosen), progress)
     config = filled_up(checkpoint.config, layout)
     graph, _, other = nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))), nnx.Param, ...)
@@ -122,7 +122,12 @@ def usual_dtype(checkpoint: Checkpoint) -> Any:
     return jnp.dtype(jnp.bfloat16) if most == jnp.bfloat16 else jnp.dtype(jnp.float32)
 
 
-def _known(dtype: str) -> str:
+def check_dtype(dtype: str) -> str:
+    """Return the name of a dtype that weights may have.
+
+    Raises:
+        ValueError: it is none of `DTYPES`.
+    """
     if dtype not in DTYPES:
         raise ValueError(f'dtype "{dtype}": one of {", ".join(DTYPES)} is needed')
     return dtype
@@ -198,7 +203,7 @@ def convert(
     if to == "hf":
         family = family_to_write(checkpoint.config, checkpoint.texts, family).model_type
     layout = Plan(mesh=mesh).layout(named_devices(mesh))
-    wanted = like(checkpoint, layout, jnp.dtype(_known(dtype)) if dtype else None)
+    wanted = like(checkpoint, layout, jnp.dtype(check_dtype(dtype)) if dtype else None)
     params = checkpoint.read(wanted, reading)
     _write(params, filled_up(checkpoint.config, layout), checkpoint.texts, target, to, family, max_file_bytes, writing)
 

@@ -7,6 +7,7 @@ weights onto any layout. Everything that can be wrong is refused before a weight
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -23,7 +25,7 @@ from jaxpp.convert.gguf import is_gguf, open_gguf
 from jaxpp.convert.hub import find_on_hub, is_hub_name
 from jaxpp.convert.places import check, weights
 from jaxpp.convert.safetensors import open_safetensors
-from jaxpp.convert.stream import load_onto, num_bytes_to_read
+from jaxpp.convert.stream import load_onto
 from jaxpp.convert.tensors import RenamedFiles, TensorFiles
 from jaxpp.data import Tokenizer
 from jaxpp.data.published import KEPT_CONFIG, texts, texts_of, tokenizer_of
@@ -76,10 +78,6 @@ class Checkpoint(Protocol):
         """Return its tokenizer; None where it has none."""
         ...
 
-    def num_bytes(self, like: Any) -> int:
-        """Count the bytes that `read` will read in this process."""
-        ...
-
     def read(self, like: Any, progress: Progress | None = None) -> Any:
         """Read the weights onto the shardings and into the dtypes of `like`, an abstract ``nnx.State`` of Params.
 
@@ -129,10 +127,6 @@ class Published:
         """Return its tokenizer; None where it has none."""
         return self.own_tokenizer or _tokenizer(self.name, self.texts)
 
-    def num_bytes(self, like: Any) -> int:
-        """Count the bytes that `read` will read in this process."""
-        return num_bytes_to_read(self.files, self.family.tensors(self.config), like)
-
     def read(self, like: Any, progress: Progress | None = None) -> Any:
         """Read the weights; see `Checkpoint.read`."""
         parts = self.family.tensors(self.config)
@@ -180,10 +174,6 @@ class Saved:
         """Return its tokenizer; None where it has none."""
         return _tokenizer(self.name, self.texts)
 
-    def num_bytes(self, like: Any) -> int:
-        """Count the bytes that `read` will read in this process."""
-        return tree.total_bytes(like)
-
     def read(self, like: Any, progress: Progress | None = None) -> Any:
         """Read the weights; see `Checkpoint.read`. Progress comes in one piece."""
 
@@ -194,7 +184,7 @@ class Saved:
         rows = self.config.table_rows if isinstance(self.config, DecoderConfig) else self.config.vocab_size
         found = read_filled(read, like, rows)
         if progress:
-            progress(self.num_bytes(like))
+            progress(stored_bytes(self))
         return found
 
 
@@ -215,6 +205,12 @@ def _cast(like: Any, dtypes: Mapping[str, np.dtype]) -> Any:
 def abstract_params(config: ModelConfig) -> Any:
     """Return the weights of a model as ``jax.ShapeDtypeStruct``, without shardings."""
     return nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))), nnx.Param, ...)[1]
+
+
+def stored_bytes(checkpoint: Checkpoint, dtype: str = "") -> int:
+    """Count the bytes of a checkpoint's weights, as they are stored or all in another dtype."""
+    nodes, other = tree.named_nodes(abstract_params(checkpoint.config)), jnp.dtype(dtype) if dtype else None
+    return sum(math.prod(nodes[path].shape) * (other or stored).itemsize for path, stored in checkpoint.dtypes.items())
 
 
 def open_checkpoint(name: str | Path, accept: Collection[str] = ()) -> Checkpoint:

@@ -118,8 +118,7 @@ def trace(stage: Stage, is_last: bool, params: Any, x: Any, batch: Any, key: Any
             entry, enter = stage.entry, lambda p: (_floating(e := entry(p, batch)), e)
             _, pull, x = jax.vjp(enter, params, has_aux=True)
             pulls = (pull,)
-        call = lambda p, moving: body(p, moving, x, batch, own)  # noqa: E731
-        _, pull, y = jax.vjp(call, params, _floating(x), has_aux=True)
+        _, pull, y = jax.vjp(lambda p, moving: body(p, moving, x, batch, own), params, _floating(x), has_aux=True)
         return y, (pull, *pulls)
 
     def backward(pulls: Any, cotangents: list[Any]) -> tuple[Any, Any, Any]:

@@ -2,7 +2,7 @@
 
 ::
 
-    measured: {device: "8 x H100", command: "jaxpp schedule profile run.yaml"}
+    measured: {device: "8 x H100", command: "how it was measured"}
     layers:                                  # of one microbatch, in the order of the model
       - {repeat: 32, forward_s: 0.0021, input_gradient_s: 0.0022, weight_gradient_s: 0.0020,
          activation_bytes: 150994944, weight_bytes: 404750336}

@@ -115,7 +115,8 @@ def kinds_of(schedule: Schedule) -> list[Kind]:
 def colour_of(kind: Kind, shade: int, shades: int) -> Colour:
     """Return a kind's colour, lighter for each shade after the first."""
     light = 0.62 * shade / max(shades - 1, 1)
-    return tuple(round(part + (255 - part) * light) for part in COLOURS[kind])  # type: ignore[return-value]
+    red, green, blue = (round(part + (255 - part) * light) for part in COLOURS[kind])
+    return red, green, blue
 
 
 def ink_on(colour: Colour) -> Colour:

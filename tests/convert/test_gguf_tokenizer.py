@@ -32,7 +32,10 @@ def test_sentencepiece_vocabulary(tmp_path: Path) -> None:
     tokenizer = checkpoint.tokenizer()
     assert tokenizer is not None
     named = {token: index for index, token in enumerate(checkpoint.metadata["tokenizer.ggml.tokens"])}
-    spelled = lambda text, **how: [tokenizer.token(index) for index in tokenizer.encode(text, **how)]  # noqa: E731
+
+    def spelled(text: str, **how: bool) -> list[str]:
+        return [tokenizer.token(index) for index in tokenizer.encode(text, **how)]
+
     # "_a" scores above "ab", so it is joined first although "ab" would lead to a longer word.
     assert spelled("ab") == ["\u2581a", "b"] and spelled("bab") == ["\u2581b", "ab"]
     assert spelled("c") == ["\u2581", "<0x63>"] and spelled("a  b") == ["\u2581a", "  ", "\u2581b"]
