@@ -5,36 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpp import runtime
-from jaxpp.cluster import detect_cluster
 
 if TYPE_CHECKING:
     from jaxpp.pretrained import Checkpoint
     from jaxpp.serve.perplexity import Score
-
-
-def _prepare(cpu_devices: int) -> None:
-    """Start the processes, with made-up CPU devices where asked for and where no launcher has set them."""
-    launched = "JAXPP_COORDINATOR_ADDRESS" in os.environ or detect_cluster(os.environ) is not None
-    if cpu_devices and not launched:
-        runtime.fake_devices(cpu_devices)
-    runtime.initialize()
-
-
-def _run_of(arguments: argparse.Namespace):
-    from jaxpp import runs
-    from jaxpp.initial import read_run
-
-    path = Path(arguments.path)
-    if path.is_dir():
-        return runs.find_checkpoint(path).run(arguments.overrides)
-    return read_run(path, arguments.overrides)[0]
 
 
 def _open(arguments: argparse.Namespace) -> Checkpoint:
@@ -65,7 +45,7 @@ def _load(arguments: argparse.Namespace, checkpoint: Checkpoint):
     from jaxpp.conversion import load
     from jaxpp.pretrained import stored_bytes
 
-    _prepare(arguments.cpu_devices)
+    runtime.prepare(arguments.cpu_devices)
     total = stored_bytes(checkpoint)
     with _bar("reading") as advance:
         return load(
@@ -85,7 +65,7 @@ def train(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         print(config.dump(resolved(run)), end="")
         return 0
-    _prepare(run.cpu_devices)
+    runtime.prepare(run.cpu_devices)
     try:
         Trainer(run, initial).fit()
     except Diverged as error:
@@ -97,17 +77,18 @@ def inspect(arguments: argparse.Namespace) -> int:
     """Print every parameter with its arrow, sharding and bytes, and the memory that a step will take."""
     path = Path(arguments.path).expanduser()
     if path.suffix in (".yaml", ".yml") or _is_run(path):
+        from jaxpp.initial import find_run
         from jaxpp.train.report import report
 
-        run = _run_of(arguments)
-        _prepare(run.cpu_devices)
+        run = find_run(arguments.path, arguments.overrides)
+        runtime.prepare(run.cpu_devices)
         print(report(run, compiled=arguments.compile))
         return 0
     from jaxpp.describe import describe
 
     refuse_overrides(arguments)
     checkpoint = _open(arguments)
-    _prepare(arguments.cpu_devices)
+    runtime.prepare(arguments.cpu_devices)
     print(describe(checkpoint, arguments.mesh))
     return 0
 
@@ -184,7 +165,7 @@ def convert(arguments: argparse.Namespace) -> int:
 
     refuse_overrides(arguments)
     checkpoint = _open(arguments)
-    _prepare(arguments.cpu_devices)
+    runtime.prepare(arguments.cpu_devices)
     to = arguments.to or ("hf" if checkpoint.format == "orbax" else "orbax")
     dtype = check_dtype(arguments.dtype) if arguments.dtype else ""
     total = stored_bytes(checkpoint) + stored_bytes(checkpoint, dtype)
@@ -201,10 +182,11 @@ def convert(arguments: argparse.Namespace) -> int:
 
 def verify(arguments: argparse.Namespace) -> int:
     """Compare loss and gradients over every legal mesh of the devices at hand; 1 if one differs."""
+    from jaxpp.initial import find_run
     from jaxpp.train.verify import verify as compare
 
-    run = _run_of(arguments)
-    _prepare(run.cpu_devices)
+    run = find_run(arguments.path, arguments.overrides)
+    runtime.prepare(run.cpu_devices)
     agree = compare(run, print)
     return 0 if agree else 1
 
@@ -221,7 +203,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Examine the installation, the devices and the processes, and name the fixes."""
     from jaxpp.doctor import examine, exit_code, render
 
-    _prepare(0)
+    runtime.prepare(0)
     findings = examine()
     print(render(findings))
     return exit_code(findings)

@@ -38,6 +38,17 @@ def read_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Run, Chec
     return configs.build(Run, {**values, "model": None}, given={"model": model}), checkpoint
 
 
+def find_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
+    """Return the run of a YAML file, or that whose checkpoints lie in a directory.
+
+    Raises:
+        ValueError: as `read_run`, or the directory holds no checkpoint.
+    """
+    if Path(path).is_dir():
+        return runs.find_checkpoint(path).run(overrides)
+    return read_run(path, overrides)[0]
+
+
 def _model_of(source: ModelConfig, section: Mapping[str, Any], name: str) -> ModelConfig:
     """Return the checkpoint's model with the section ``model`` laid over it, which may change its losses only."""
     if "family" in section or "preset" in section:

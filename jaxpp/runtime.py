@@ -155,6 +155,14 @@ def initialize() -> None:
     sys.excepthook = _end_on_exception
 
 
+def prepare(cpu_devices: int) -> None:
+    """Start the processes, with made-up CPU devices where asked for and where no launcher has set them."""
+    launched = "JAXPP_COORDINATOR_ADDRESS" in os.environ or detect_cluster(os.environ) is not None
+    if cpu_devices and not launched:
+        fake_devices(cpu_devices)
+    initialize()
+
+
 @contextlib.contextmanager
 def _watched(cluster: Cluster, timeout_s: float) -> Iterator[None]:
     # JAX aborts the process with a C++ stack when it waits too long: speak before it does.

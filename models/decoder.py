@@ -21,6 +21,7 @@ from jaxpp.nn import (
     Mlp,
     Norm,
     cross_entropy,
+    layers_from,
     num_blocks,
     rope,
     run_blocks,
@@ -138,7 +139,7 @@ class Decoder(nnx.Module):
         return residual(x)
 
     def run(
-        self, x: Float[Array, "batch seq embed"], batch: Batch, first_layer: int = 0
+        self, x: Float[Array, "batch seq embed"], batch: Batch, first_layer: Int[Array, ""] | int = 0
     ) -> Float[Array, "batch seq embed"]:
         """Run the stacked blocks; a batch without ``segments`` is one document per row.
 
@@ -151,7 +152,8 @@ class Decoder(nnx.Module):
         rotary, window_rotary = self._rotary(batch["positions"])
         context = Context(batch["positions"], batch.get("segments"), rotary, window_rotary, weight)
         layers = self.config.layers()
-        return run_blocks(self.blocks, x, context, each=layers and layers[first_layer:][: num_blocks(self.blocks)])
+        each = layers and layers_from(layers, first_layer, num_blocks(self.blocks))
+        return run_blocks(self.blocks, x, context, each=each)
 
     def _rotary(self, positions: jax.Array) -> tuple[rope.Rotary | None, rope.Rotary | None]:
         config = self.config

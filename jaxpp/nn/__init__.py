@@ -6,9 +6,9 @@ from jaxpp.nn.linear import Linear
 from jaxpp.nn.loss import cross_entropy
 from jaxpp.nn.mlp import Mlp
 from jaxpp.nn.norm import Norm
-from jaxpp.nn.stack import num_blocks, run_blocks, stack_blocks
+from jaxpp.nn.stack import layers_from, num_blocks, run_blocks, stack_blocks
 
 __all__ = [
     "Attention", "AttentionConfig", "Context", "Embedding", "Layer", "Linear", "Mlp", "Norm", "cross_entropy",
-    "num_blocks", "run_blocks", "stack_blocks",
+    "layers_from", "num_blocks", "run_blocks", "stack_blocks",
 ]  # fmt: skip

@@ -70,6 +70,15 @@ def num_blocks(blocks: nnx.Module) -> int:
     return jax.tree.leaves(nnx.state(blocks))[0].shape[0]
 
 
+def layers_from(each: Sequence[Any], first: int | jax.Array, count: int) -> Sequence[Any]:
+    """Return what sets apart `count` layers from number `first` on; traced, where the rank of a pipeline says which."""
+    if isinstance(first, int):
+        return each[first:][:count]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+    own = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, count), stacked)
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], own) for i in range(count)]
+
+
 def run_blocks(
     blocks: nnx.Module, x: Float[Array, "batch seq embed"], *shared: Any, each: Sequence[Any] | None = None
 ) -> Float[Array, "batch seq embed"]:

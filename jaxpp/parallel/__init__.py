@@ -5,7 +5,6 @@ A scheme is one file here and one line in `SCHEMES`; a contract test runs over t
 
 from jaxpp.parallel.execution import (
     Execution,
-    PipelineConfig,
     active_layout,
     batch_shards,
     constrain,
@@ -15,6 +14,7 @@ from jaxpp.parallel.execution import (
 )
 from jaxpp.parallel.layout import Layout, bytes_per_device, compose
 from jaxpp.parallel.local import per_shard
+from jaxpp.parallel.pipelining import PipelineConfig
 from jaxpp.parallel.plan import Plan
 from jaxpp.parallel.product import PRODUCT, in_use, product, products
 from jaxpp.parallel.rules import Rules, Scheme

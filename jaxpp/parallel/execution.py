@@ -10,30 +10,11 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import jax
 
-from jaxpp.names import unknown
 from jaxpp.parallel.layout import Layout
-
-
-@dataclass(frozen=True)
-class PipelineConfig:
-    """How the ranks of mesh axis ``stage`` work together."""
-
-    schedule: str = "gpipe"  # gpipe; interleaved: each rank holds several chunks of layers
-    chunks: int = 1  # of each rank
-    microbatches: int = 0  # parts of a batch that are under way at once; 0: as many as ranks
-    executor: Literal["spmd"] = "spmd"  # one program for all ranks
-
-    def __post_init__(self) -> None:
-        if self.schedule not in ("gpipe", "interleaved"):
-            raise ValueError(unknown("plan.pipeline.schedule: unknown", self.schedule, ("gpipe", "interleaved")))
-        if self.chunks < 1 or self.microbatches < 0:
-            raise ValueError("plan.pipeline: chunks of 1 or more, and microbatches of 0 or more, are needed")
-        if self.schedule == "gpipe" and self.chunks > 1:
-            raise ValueError(f"plan.pipeline.chunks = {self.chunks}: gpipe has 1; schedule interleaved takes more")
+from jaxpp.parallel.pipelining import PipelineConfig
 
 
 @dataclass(frozen=True, eq=False)  # by identity: it stands among the static parts of compiled functions

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import jax
@@ -45,6 +45,15 @@ class Layout:
             return {dim: tuple(a for a in axes if a not in mesh.manual_axes) for dim, axes in rules.items()}
 
         return Layout(mesh, Rules(*(left(getattr(self.rules, f.name)) for f in fields(self.rules))), self.dims)
+
+    def unsplit(self, dim: str) -> Layout:
+        """Return this layout with weights and moments whole along `dim`."""
+
+        def left(rules: DimRules) -> DimRules:
+            return {name: axes for name, axes in rules.items() if name != dim}
+
+        rules = replace(self.rules, weights=left(self.rules.weights), moments=left(self.rules.moments))
+        return replace(self, rules=rules)
 
     def axes(self, dim: str, place: Place) -> tuple[str, ...]:
         """Return the mesh axes that split `dim` in `place`; axes of size 1 count as none."""

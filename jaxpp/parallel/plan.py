@@ -14,8 +14,9 @@ import jax
 
 from jaxpp.mesh import Device, MeshSpec, make_mesh
 from jaxpp.names import unknown
-from jaxpp.parallel.execution import Execution, PipelineConfig
+from jaxpp.parallel.execution import Execution
 from jaxpp.parallel.layout import Layout, compose
+from jaxpp.parallel.pipelining import PipelineConfig
 from jaxpp.parallel.schemes import SCHEMES
 
 

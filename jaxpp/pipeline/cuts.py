@@ -8,13 +8,13 @@ Cuts = tuple[int, ...]
 """The number of layers of each stage."""
 
 
-def check_cuts(cuts: Sequence[int], num_layers: int, num_stages: int) -> Cuts:
-    """Return cuts that were given.
+def check_cuts(cuts: Sequence[int], num_layers: int, num_stages: int, even: Cuts | None = None) -> Cuts:
+    """Return cuts that were given; `even` are those that an error advises.
 
     Raises:
         ValueError: another number of stages, a stage without a layer, or a sum that is not the number of layers.
     """
-    fix = "/".join(map(str, even_cuts(num_layers, num_stages)))
+    fix = "/".join(map(str, even or even_cuts(num_layers, num_stages)))
     if len(cuts) != num_stages:
         raise ValueError(f"cuts {list(cuts)} name {len(cuts)} stages; the schedule has {num_stages}: {fix} would do")
     if min(cuts) < 1 or sum(cuts) != num_layers:

@@ -19,7 +19,7 @@ from jaxpp.pipeline.executor import Executor, Held
 from jaxpp.pipeline.mpmd import Walk
 from jaxpp.pipeline.place import Place, make_places
 from jaxpp.pipeline.stage import Stage, as_stages
-from jaxpp.pipeline.transfer import add, move, move_weights
+from jaxpp.pipeline.transfer import add, fetch, move, move_weights
 from jaxpp.schedule import Schedule
 
 Use = tuple[int, str]
@@ -186,6 +186,19 @@ def make_pipeline(
     pipeline = Pipeline(Executor(known, schedule, places), tuple(tuple(group) for group in tied))
     _ = pipeline.borrowed  # refuses what does not fit
     return pipeline
+
+
+def fetch_states(pipeline: Pipeline, parts: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the states of all stages as host arrays, on every process; all processes make the same call.
+
+    Cost: each process but the owner of a stage is sent all of that stage.
+    """
+    found = []
+    for stage, part in enumerate(parts):
+        leaves, structure = jax.tree.flatten(part)
+        held = fetch(leaves, pipeline.executor.owner(stage), pipeline.places)
+        found.append(jax.tree.unflatten(structure, held))
+    return tuple(found)
 
 
 def shapes(values: Any) -> Any:

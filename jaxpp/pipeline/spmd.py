@@ -70,18 +70,18 @@ def check(pipeline: PipelineConfig, layout: Layout, num_layers: int) -> None:
     ranks = layout.mesh.shape.get(AXIS, 1)
     if ranks == 1:
         return
-    parts = ranks * pipeline.chunks
+    parts = ranks * pipeline.num_chunks()
     if num_layers % parts:
         fits = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
         raise ValueError(
-            f"{num_layers} layers do not split into {ranks} stages x {pipeline.chunks} chunks; "
+            f"{num_layers} layers do not split into {ranks} stages x {pipeline.num_chunks()} chunks; "
             f"{', '.join(map(str, fits))} in all do"
         )
     count = num_microbatches(pipeline, layout)
-    if pipeline.chunks > 1 and count % ranks:
+    if pipeline.num_chunks() > 1 and count % ranks:
         raise ValueError(
-            f"plan.pipeline.microbatches = {count}: with {pipeline.chunks} chunks a multiple of the {ranks} stages is "
-            f"needed, {max(count // ranks, 1) * ranks} say"
+            f"plan.pipeline.microbatches = {count}: with {pipeline.num_chunks()} chunks a multiple of the {ranks} stages "
+            f"is needed, {max(count // ranks, 1) * ranks} say"
         )
 
 
@@ -122,14 +122,14 @@ def pipelined(
     Raises:
         ValueError: as `check` and `check_rows`.
     """
-    ring = _Ring(layout.mesh.shape[AXIS], pipeline.chunks, num_microbatches(pipeline, layout))
+    ring = _Ring(layout.mesh.shape[AXIS], pipeline.num_chunks(), num_microbatches(pipeline, layout))
     check(pipeline, layout, jax.tree.leaves(weights)[0].shape[0])
     check_rows(pipeline, layout, len(x))
     batch = len(x)
     cut = [leaf for leaf in jax.tree.leaves(shared)]
     is_cut = [bool(leaf.ndim) and leaf.shape[0] == batch for leaf in cut]
     structure = jax.tree.structure(shared)
-    dealt = [_dealt(leaf, ring, layout) if one else leaf for leaf, one in zip(cut, is_cut, strict=True)]
+    dealt = [dealt_out(leaf, ring.num_microbatches, layout) if one else leaf for leaf, one in zip(cut, is_cut, strict=True)]
     chunked = jax.tree.map(lambda leaf: _chunked(leaf, ring), weights)
 
     def local(weights: Any, xs: jax.Array, dealt: list[jax.Array]) -> jax.Array:
@@ -158,7 +158,7 @@ def pipelined(
         local, mesh=layout.mesh, axis_names={AXIS}, out_specs=PartitionSpec(),
         in_specs=(PartitionSpec(None, AXIS), PartitionSpec(), PartitionSpec()),
     )  # fmt: skip
-    return _gathered(run(chunked, _dealt(x, ring, layout), dealt), layout)
+    return put_back(run(chunked, dealt_out(x, ring.num_microbatches, layout), dealt), layout)
 
 
 def _varying(x: jax.Array) -> jax.Array:
@@ -170,17 +170,17 @@ def _chunked(leaf: jax.Array, ring: _Ring) -> jax.Array:
     return leaf.reshape(ring.num_chunks, ring.num_ranks, -1, *leaf.shape[1:])
 
 
-def _dealt(x: jax.Array, ring: _Ring, layout: Layout) -> jax.Array:
+def dealt_out(x: jax.Array, num_microbatches: int, layout: Layout) -> jax.Array:
     """Deal ``[batch, ...]`` out as ``[microbatches, batch / microbatches, ...]``, whole on every rank."""
     axes = _batch_axes(layout)
     # In two steps: the partitioner of jax 0.12 crashes on some of these reshapes where `stage` has to go as well.
     whole = jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, PartitionSpec(axes)))
-    dealt = jnp.moveaxis(whole.reshape(-1, ring.num_microbatches, *x.shape[1:]), 1, 0)
+    dealt = jnp.moveaxis(whole.reshape(-1, num_microbatches, *x.shape[1:]), 1, 0)
     return jax.lax.with_sharding_constraint(dealt, NamedSharding(layout.mesh, PartitionSpec(None, axes)))
 
 
-def _gathered(dealt: jax.Array, layout: Layout) -> jax.Array:
-    """Undo `_dealt`."""
+def put_back(dealt: jax.Array, layout: Layout) -> jax.Array:
+    """Undo `dealt_out`."""
     x = jnp.moveaxis(dealt, 0, 1).reshape(-1, *dealt.shape[2:])
     return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, PartitionSpec(_batch_axes(layout))))
 

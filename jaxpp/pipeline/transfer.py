@@ -20,7 +20,8 @@ def move(values: Sequence[jax.Array], place: Place) -> list[jax.Array]:
 
 
 @jax.jit
-def _copies(values: list[jax.Array]) -> list[jax.Array]:
+def copies(values: list[jax.Array]) -> list[jax.Array]:
+    """Return copies in buffers of their own."""
     return [jnp.copy(value) for value in values]
 
 
@@ -32,7 +33,7 @@ def move_weights(values: Sequence[jax.Array], source: Place, place: Place) -> li
     """
     if source.processes == place.processes:
         return move(values, place)
-    return move(_copies(list(values)) if source.is_local else values, place)
+    return move(copies(list(values)) if source.is_local else values, place)
 
 
 def absent(leaves: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:

@@ -19,14 +19,14 @@ import optax
 from jaxpp import tree
 from jaxpp.pipeline.mean import mean_gradients
 from jaxpp.pipeline.pipeline import Pipeline
-from jaxpp.pipeline.transfer import absent, add, like, move, move_weights
+from jaxpp.pipeline.transfer import absent, add, move, move_weights
 
 
-def clip_by_given_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Return ``optax.clip_by_global_norm`` for a part of a model: the norm of the whole comes as ``grad_norm``."""
+def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """Return ``optax.clip_by_global_norm``; for a part of a model the norm of the whole comes as ``grad_norm``."""
 
     def update(updates: Any, state: Any, params: Any = None, **given: Any) -> tuple[Any, Any]:
-        grad_norm = given["grad_norm"]
+        grad_norm = given["grad_norm"] if "grad_norm" in given else optax.tree.norm(updates)
 
         def clip(g: jax.Array) -> jax.Array:
             return jnp.where(grad_norm < max_norm, g, (g / grad_norm.astype(g.dtype)) * max_norm)
@@ -58,17 +58,18 @@ def _squares(gradients: Any) -> list[jax.Array]:
 
 
 _SQUARES = jax.jit(_squares)
-_ROOT = jax.jit(lambda total: [jnp.sqrt(total[0])])
+_ROOT = jax.jit(jnp.sqrt)
+_BAD = jax.jit(lambda weights: [sum(jnp.sum(~jnp.isfinite(w)).astype(jnp.float32) for w in weights)])
 
 
 @dataclass(frozen=True, eq=False)
-class Trainer:
+class PipelineTrainer:
     """A pipeline with an optimizer.
 
     Args:
         pipeline: gives gradients.
         optimizer: an optax transformation of leaves alone (Adam, Muon, SGD). It may take ``grad_norm``, the norm over
-            all stages, as `clip_by_given_norm` does; ``optax.clip_by_global_norm`` would clip each stage by itself.
+            all stages, as `clip_by_norm` does; ``optax.clip_by_global_norm`` would clip each stage by itself.
     """
 
     pipeline: Pipeline
@@ -131,19 +132,27 @@ class Trainer:
 
     def norms(self, gradients: Sequence[Sequence[Any]]) -> list[jax.Array]:
         """Return, on every rank, the norm of the gradients of all stages."""
+        totals = self._total(_SQUARES, gradients)
+        return [_ROOT(x) if place.is_local else x for x, place in zip(totals, self.pipeline.places, strict=True)]
+
+    def is_finite(self, state: PipelineState) -> bool:
+        """Say whether every weight of every stage is finite; all processes make the same call."""
+        leaves = [jax.tree.leaves(self.owned(stage, params)) for stage, params in enumerate(state.params)]
+        return not float(self._total(_BAD, leaves)[self.pipeline.here])
+
+    def _total(self, measure: Any, parts: Sequence[Sequence[Any]]) -> list[jax.Array]:
+        """Add up, on every rank, what ``measure(leaves) -> [scalar]`` gives for each stage."""
         executor, total = self.pipeline.executor, None
         hub = executor.owner(0)
-        for index, leaves in enumerate(gradients):
-            place, own = executor.owner(index), [g for g in leaves if g is not None]
+        for index, leaves in enumerate(parts):
+            place, own = executor.owner(index), [leaf for leaf in leaves if leaf is not None]
             if not own:  # all its weights are another's
                 continue
             kind = [jax.ShapeDtypeStruct((), jnp.float32, sharding=place.layout.replicated())]
-            squares = _SQUARES(own) if place.is_local else absent(kind)
-            here = move(squares, hub)
+            here = move(measure(own) if place.is_local else absent(kind), hub)
             total = here if total is None else add(hub, total, here)
         assert total is not None
-        root = _ROOT(total) if hub.is_local else absent(like(total))
-        return [move(root, place)[0] for place in executor.places]
+        return [move(total, place)[0] for place in executor.places]
 
     def step(
         self, state: PipelineState, batch: Any, key: jax.Array | None = None

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp.data import Data
-from jaxpp.train.program import Program, TrainState
+from jaxpp.train.programs import AnyProgram
 
 
-def evaluate(program: Program, state: TrainState, data: Data, batch_size: int, num_batches: int = 0) -> dict[str, Any]:
+def evaluate(program: AnyProgram, state: Any, data: Data, batch_size: int, num_batches: int = 0) -> dict[str, Any]:
     """Evaluate on held-out documents, each token with the context of its own document and row.
 
     Args:
@@ -48,7 +48,7 @@ def evaluate(program: Program, state: TrainState, data: Data, batch_size: int, n
     }
 
 
-def _byte_counter(program: Program, data: Data) -> Any:
+def _byte_counter(program: AnyProgram, data: Data) -> Any:
     """Return a function from a placed batch to the number of bytes that its targets stand for; None if unknown."""
     try:
         table = np.asarray(data.tokenizer.token_bytes, np.int32)

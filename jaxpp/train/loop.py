@@ -18,7 +18,6 @@ from jaxpp.train.console import Console
 from jaxpp.train.evaluate import evaluate
 from jaxpp.train.metrics import MetricsLog, evaluation_line, memory_record, train_line
 from jaxpp.train.optimizer import make_schedule
-from jaxpp.train.program import TrainState
 from jaxpp.train.session import Initial, Session, open_session
 from jaxpp.train.stop import StopSignal
 
@@ -64,7 +63,7 @@ class _Loop:
 
     def __init__(self, session: Session):
         self.session, self.config = session, session.run
-        self.state: TrainState = session.state
+        self.state: Any = session.state
         self.step = session.start
         self.rates, self.rows = session.rates, session.program.rows(self.config.data.batch_size)
         # All at once: evaluated step by step, each would wait on the device behind the step that is running.
@@ -159,9 +158,10 @@ class _Loop:
         """Save the state, its step known to be finite; a step that is on disk already is left alone."""
         self._report()
         if self.saved != self.step:
-            if not self.session.program.is_finite(self.state):
+            program = self.session.program
+            if not program.is_finite(self.state):
                 raise self._diverged(f"step {self.step}: a weight is not finite after the update")
-            self.session.checkpoints.save(self.step, self.state, self.session.texts(self.step))
+            self.session.checkpoints.save(self.step, program.to_save(self.state), self.session.texts(self.step))
             self.saved = self.step
         self._clock = time.perf_counter()
 

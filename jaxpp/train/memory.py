@@ -90,7 +90,7 @@ def memory(program: Program, batch_size: int, seq_len: int, active_experts: int 
         seq_len: tokens of a row.
         active_experts: experts that each token visits, where there are experts.
     """
-    state, sizes = program.abstract_state, _Sizes(program, batch_size, seq_len, active_experts)
+    state, sizes = program.abstract_state, Sizes(program, batch_size, seq_len, active_experts)
     scores = sizes.scores_elements * (FP32_BYTES + sizes.item)
     kept, recomputed = sizes.kept_by_block, program.plan.remat != "none"
     return Memory(
@@ -137,7 +137,16 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
+    """The sizes that the formulas are made of, on one device.
+
+    Args:
+        program: a program for all devices.
+        batch_size: rows of the global batch.
+        seq_len: tokens of a row.
+        active_experts: experts that each token visits, where there are experts.
+    """
+
     program: Program
     batch_size: int
     seq_len: int
@@ -145,14 +154,17 @@ class _Sizes:
 
     @property
     def layout(self) -> Layout:
+        """Where arrays live."""
         return self.program.layout
 
     @property
     def item(self) -> int:
+        """Bytes of a number in the compute dtype."""
         return self.program.plan.dtype().itemsize
 
     @cached_property
     def weights(self) -> list[Weight]:
+        """All weights."""
         known = self.layout.dims
         nodes, arrows = tree.named_nodes(self.program.params), dims.arrows(self.program.params, known)
         also = {path: node.get_metadata().get("also") for path, node in nodes.items()}
@@ -160,6 +172,7 @@ class _Sizes:
 
     @cached_property
     def size(self) -> dict[str, int]:
+        """Size of each dim, of any weight that has it."""
         return {dim: size for w in self.weights for dim, size in w.sizes.items()}
 
     def width(self, names: tuple[str, ...], place: Place = "inside", of: Weight | None = None) -> int:
@@ -172,10 +185,12 @@ class _Sizes:
         return self.active_experts if "experts" in weight.arrow.stacked and self.active_experts else 1
 
     def rows(self, place: Place) -> float:
+        """Return the rows of a microbatch on one device."""
         return self.batch_size / self.program.plan.microbatches / self.layout.num_shards("batch", place)
 
     @property
     def inside(self) -> float:
+        """Tokens of a microbatch on one device, inside a block."""
         return self.rows("inside") * self.seq_len
 
     @property
@@ -186,25 +201,29 @@ class _Sizes:
 
     @property
     def num_layers(self) -> int:
+        """Blocks."""
         return max((w.sizes.get("layers", 1) for w in self.weights if w.multiplies), default=1)
 
     @property
     def ticks(self) -> float:
         """Ticks of a pipeline over those in which a rank works: each keeps its input, the bubble's too."""
         pipeline, layout = self.program.plan.pipeline, self.layout
-        work = num_microbatches(pipeline, layout) * pipeline.chunks
+        work = num_microbatches(pipeline, layout) * pipeline.num_chunks()
         return (work + layout.mesh.shape.get("stage", 1) - 1) / work
 
     @property
     def products(self) -> list[Weight]:
+        """Weights that multiply inside a block."""
         return [w for w in self.weights if w.multiplies]
 
     @property
     def branches(self) -> list[Weight]:
+        """Products that write the residual stream."""
         return [w for w in self.products if w.arrow.writes == (STREAM,)]
 
     @property
     def attends(self) -> bool:
+        """Whether there is attention."""
         return any(w.arrow.reads == ("heads", "head_dim") for w in self.branches)
 
     @property
@@ -258,12 +277,14 @@ class _Sizes:
 
     @property
     def copy_bytes(self) -> int:
+        """Bytes of the weights in the compute dtype, where they are stored in another."""
         stored = jax.tree.leaves(self.program.abstract_state.params)
         other = [x for x in stored if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize != self.item]
         return sum(bytes_per_device(x) * self.item // x.dtype.itemsize for x in other)
 
     @property
     def gradients_bytes(self) -> int:
+        """Bytes of the gradients of all weights, fp32."""
         return FP32_BYTES * sum(self.width(w.arrow.dims, "moments", w) for w in self.weights)
 
     @property

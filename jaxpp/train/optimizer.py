@@ -14,6 +14,7 @@ import optax
 
 from jaxpp import dims, tree
 from jaxpp.names import unknown
+from jaxpp.pipeline import clip_by_norm
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig, optax.Schedule], optax.Gradient
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Build the optimizer: clip by global norm, then the named rule at the scheduled rate."""
     rule = OPTIMIZERS[config.name](config, make_schedule(config))
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule) if config.clip_norm else rule
+    return optax.chain(clip_by_norm(config.clip_norm), rule) if config.clip_norm else rule
 
 
 def global_norm(grads: Any) -> jax.Array:

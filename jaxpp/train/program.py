@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -17,10 +17,7 @@ import optax
 from flax import nnx
 
 from jaxpp import dims, tree
-from jaxpp.mesh import Device
-from jaxpp.model import Trainable
 from jaxpp.parallel import Layout, Plan, executing
-from jaxpp.pipeline.spmd import check as check_layers
 from jaxpp.pipeline.spmd import check_rows
 from jaxpp.train.optimizer import global_norm
 
@@ -93,7 +90,6 @@ class Program:
         """
         _, params, other = self._model
         self.layout.check(params)
-        check_layers(self.plan.pipeline, self.layout, _num_layers(params, self.layout.dims))
         optimizer = jax.eval_shape(self.optimizer.init, params)
         one = self.layout.replicated()
         return TrainState(
@@ -107,6 +103,14 @@ class Program:
     def shardings(self) -> TrainState:
         """The sharding of each leaf of the state."""
         return jax.tree.map(lambda x: x.sharding, self.abstract_state)
+
+    def draw_params(self, seed: int = 0) -> Any:
+        """Draw the weights alone, each born on its shards."""
+
+        def draw() -> Any:
+            return nnx.split(self.build(nnx.Rngs(seed)), nnx.Param, ...)[1]
+
+        return jax.jit(draw, out_shardings=self.shardings.params)()
 
     def init(self, seed: int = 0) -> TrainState:
         """Draw the state, each weight born on its shards.
@@ -123,10 +127,14 @@ class Program:
 
     def adopt(self, model: nnx.Module) -> TrainState:
         """Lay the weights of an existing model out; its own arrays stay valid."""
+        return self._start(*self.copies_of(model))
+
+    def copies_of(self, model: nnx.Module) -> tuple[Any, Any]:
+        """Lay copies of an existing model's weights, and of its other variables, out."""
         _, params, other = nnx.split(model, nnx.Param, ...)
         goal = self.shardings
         place = jax.jit(lambda s: jax.tree.map(jnp.copy, s), out_shardings=(goal.params, goal.other))
-        return self._start(*place((params, other)))
+        return place((params, other))
 
     def begin(self, params: Any, seed: int = 0) -> TrainState:
         """Start from given weights, on the shardings and in the dtypes of `abstract_state`."""
@@ -140,6 +148,14 @@ class Program:
         goal = self.shardings
         moments = jax.jit(self.optimizer.init, out_shardings=goal.optimizer)(params)
         return TrainState(jax.device_put(jnp.zeros((), jnp.int32), goal.step), params, other, moments)
+
+    def to_save(self, state: TrainState) -> TrainState:
+        """Return the state as `abstract_state` describes it, which is what is saved: the same."""
+        return state
+
+    def from_saved(self, state: TrainState) -> TrainState:
+        """Return the state to train from what `to_save` returned: the same."""
+        return state
 
     def in_compute_dtype(self, params: Any) -> Any:
         """Cast floating weights to the dtype to compute in, but for those that say ``wide`` (a router's)."""
@@ -241,13 +257,13 @@ class Program:
 
     @cached_property
     def is_finite(self) -> Any:
-        """The jitted ``state -> bool``: every weight is finite. Cost: reads the weights once, reduces one bool."""
+        """``state -> bool``, jitted: every weight is finite. Cost: reads the weights once, reduces one bool."""
 
         def compute(params: Any) -> jax.Array:
             return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all()
 
         jitted = jax.jit(compute, out_shardings=self.layout.replicated())
-        return lambda state: jitted(state.params)
+        return lambda state: bool(jitted(state.params))
 
     def check_batch(self, batch_size: int, seq_len: int = 0) -> None:
         """Refuse sizes of a global batch for `step` that do not split over microbatches and shards.
@@ -289,76 +305,8 @@ class Program:
         return jax.tree.map(one, batch)
 
 
-def _num_layers(params: Any, own: Sequence[str]) -> int:
+def num_layers(params: Any, own: Sequence[str]) -> int:
     """Return the size of dim ``layers``; 1 where nothing is stacked."""
     nodes = tree.named_nodes(params)
     sizes = [nodes[p].shape[0] for p, arrow in dims.arrows(params, own).items() if arrow.stacked[:1] == ("layers",)]
     return max(sizes, default=1)
-
-
-def _as_is(model: nnx.Module, rngs: nnx.Rngs) -> nnx.Module:
-    return model
-
-
-def make_program(
-    model: Any,
-    optimizer: optax.GradientTransformation,
-    plan: Plan | str,
-    loss: Loss | None = None,
-    devices: Sequence[Device] | None = None,
-) -> Program:
-    """Build a `Program`; see `make_train_step` for the arguments."""
-    plan = Plan(mesh=plan) if isinstance(plan, str) else plan
-    build = partial(_as_is, model) if isinstance(model, nnx.Module) else getattr(model, "build", model)
-    program = Program(build, optimizer, plan, plan.layout(devices), loss or model_loss)
-    sample = model if isinstance(model, nnx.Module) else nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-    if loss is None and not isinstance(sample, Trainable):
-        raise ValueError(
-            f"{type(sample).__name__} has no method loss(batch) -> (sum of losses, sum of weights); "
-            "add one or pass loss=your_function(model, batch)"
-        )
-    return program
-
-
-def make_train_step(
-    model: Any,
-    optimizer: optax.GradientTransformation,
-    plan: Plan | str,
-    *,
-    loss: Loss | None = None,
-    devices: Sequence[Device] | None = None,
-    seed: int = 0,
-) -> tuple[TrainState, Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]]:
-    """Make a sharded state and a jitted training step, for people with a loop of their own.
-
-    Args:
-        model: an ``nnx.Module`` (its weights are used), a model config, or a function of ``nnx.Rngs`` (weights are born
-            sharded). Every Param carries an arrow.
-        optimizer: any optax transformation.
-        plan: a `Plan`, or just its mesh, ``"data:2 fsdp:2 tensor:2"``.
-        loss: ``loss(model, batch)`` to (sum of losses, sum of weights); by default ``model.loss(batch)``.
-        devices: the devices to use; all of them if None.
-        seed: of the weights, where they are drawn here.
-
-    Returns:
-        ``state, step``; ``step(state, batch)`` gives the next state and metrics ``loss``, ``grad_norm``, ``weight``.
-        The state passed in is donated: do not use it again. The batch is a tree of arrays ``[batch, ...]``, host or
-        device; on several processes each passes the whole batch.
-
-    Raises:
-        ValueError: a weight without an arrow, a dim that does not divide over its axes, a mesh that does not fit.
-
-    Example:
-        >>> import optax
-        >>> from jaxpp.models import DecoderConfig
-        >>> config = DecoderConfig(vocab_size=64, num_layers=1, embed_dim=16, num_heads=2)
-        >>> state, step = make_train_step(config, optax.adam(1e-3), "data:-1")
-    """
-    program = make_program(model, optimizer, plan, loss, devices)
-    state = program.adopt(model) if isinstance(model, nnx.Module) else program.init(seed)
-
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        program.check_batch(jax.tree.leaves(batch)[0].shape[0])
-        return program.step(state, program.place(batch))
-
-    return state, step

@@ -15,10 +15,14 @@ import jax.numpy as jnp
 from jaxpp import dims, tree
 from jaxpp.mesh import MeshSpec
 from jaxpp.parallel import Layout, bytes_per_device
+from jaxpp.pipeline.spmd import num_microbatches
 from jaxpp.quantities import show_bytes
 from jaxpp.train.config import Run, active_experts
 from jaxpp.train.memory import Memory, memory
+from jaxpp.train.pipelined import PipelineProgram
+from jaxpp.train.pipelined_memory import rank_memory, unit_timeline
 from jaxpp.train.program import Program
+from jaxpp.train.programs import AnyProgram
 from jaxpp.train.session import check
 
 COLUMNS = 120  # a table is set closer where this lets it fit
@@ -44,10 +48,21 @@ def report(run: Run, compiled: bool = False) -> str:
         ValueError: the run cannot work; as `jaxpp train` would say.
     """
     program = check(run)
-    predicted = memory(program, run.data.batch_size, run.data.seq_len, active_experts(run.model))
-    parts = [_summary(run, program), _weights(program), _memory(program, predicted)]
-    if compiled:
-        parts.append(_compiled(run, program, predicted))
+    if compiled and isinstance(program, PipelineProgram):
+        raise ValueError(
+            f"inspect --compile: schedule {program.schedule.name} runs a program for each stage and operation, which "
+            "have no common account; leave --compile away"
+        )
+    sizes = run.data.batch_size, run.data.seq_len, active_experts(run.model)
+    parts = [_summary(run, program), _weights(program)]
+    if isinstance(program, PipelineProgram):
+        ranks = rank_memory(program, *sizes)
+        parts += [_ranks(program, ranks), _memory(program, max(ranks, key=lambda one: one.total_bytes))]
+    else:
+        predicted = memory(program, *sizes)
+        parts.append(_memory(program, predicted))
+        if compiled:
+            parts.append(_compiled(run, program, predicted))
     return "\n\n".join(part for part in (*parts, _notes(program)) if part)
 
 
@@ -71,7 +86,7 @@ def split_words(layout: Layout, arrow: dims.Arrow) -> str:
     return " ".join(f"{dim}/{'+'.join(axes)}" for dim, axes in split if axes) or "-"
 
 
-def _summary(run: Run, program: Program) -> str:
+def _summary(run: Run, program: AnyProgram) -> str:
     mesh, plan, data = program.layout.mesh, run.plan, run.data
     device = mesh.devices.flat[0]
     spec = MeshSpec.parse(plan.mesh).resolve(mesh.size)
@@ -82,17 +97,51 @@ def _summary(run: Run, program: Program) -> str:
         ("model", f"{getattr(type(run.model), 'family', type(run.model).__name__)}, {_count(program):,} parameters"),
         ("mesh", f"{spec} = {mesh.size} x {device.device_kind}; schemes {' '.join(plan.scheme_names()) or 'none'}"),
         ("plan", f"compute {plan.compute_dtype}, remat {plan.remat}, layers {plan.layers}, attention {plan.attention}"),
+        *([("pipeline", words)] if (words := _pipeline(program)) else []),
         ("step", f"{data.batch_size} rows x {data.seq_len} = {tokens:,} tokens{parts}"),
         ("FLOPs", f"{flops:.4g} per token, {flops * tokens:.4g} per step (forward and backward, nothing recomputed)"),
     ]
     return "\n".join(columns(rows))
 
 
-def _count(program: Program) -> int:
+def _pipeline(program: AnyProgram) -> str:
+    """Say in one line how the ranks of axis stage work together; nothing where there is none."""
+    ranks, config = program.layout.mesh.shape.get("stage", 1), program.plan.pipeline
+    if ranks == 1:
+        return ""
+    if isinstance(program, PipelineProgram):
+        cuts, bubble = "+".join(map(str, program.cut.cuts)), f"{unit_timeline(program).bubble_ratio:.0%}"
+        count, how = program.schedule.num_microbatches, f"layers {cuts}, a program for each stage and operation"
+    else:
+        count, how = num_microbatches(config, program.layout), "one program for all"
+        idle = ranks - 1
+        bubble = f"{idle / (count * config.num_chunks() + idle):.0%}"
+    return f"{config.schedule} on {ranks} ranks, {count} microbatches, {how}; bubble {bubble} (F = B = W)"
+
+
+def _ranks(program: PipelineProgram, ranks: Sequence[Memory]) -> str:
+    """Lay the ranks of a pipeline side by side; bytes are those on each device of a rank."""
+    timeline = unit_timeline(program)
+    rows: list[Sequence[str]] = [
+        ("  rank", "stages", "layers", "weights", "optimizer", "gradients", "held", "kept", "peak", "idle")
+    ]
+    for rank, m in enumerate(ranks):
+        stages = program.schedule.held_by(rank)
+        sizes = (m.weights_bytes, m.moments_bytes, m.gradients_bytes)
+        layers = "+".join(str(program.cut.cuts[stage]) for stage in stages)
+        idle = timeline.bubble_s[rank] / timeline.makespan_s
+        held = str(timeline.peak_activations[rank])
+        ends = (show_bytes(m.kept_bytes), show_bytes(m.total_bytes), f"{idle:.0%}")
+        rows.append((f"  {rank}", " ".join(map(str, stages)), layers, *map(show_bytes, sizes), held, *ends))
+    title = "ranks of the pipeline; bytes are those on each device, held counts stages x microbatches"
+    return "\n".join([title, *columns(rows, right=range(3, 10))])
+
+
+def _count(program: AnyProgram) -> int:
     return dims.num_parameters(program.params)
 
 
-def _weights(program: Program) -> str:
+def _weights(program: AnyProgram) -> str:
     arrows = dims.arrows(program.params, program.layout.dims)
     leaves = tree.named_leaves(program.abstract_state.params)
     shapes = {path: "x".join(map(str, leaf.shape)) for path, leaf in leaves.items()}
@@ -109,7 +158,7 @@ def _weights(program: Program) -> str:
     return "\n".join(["weights; bytes are those on each device", *lines])
 
 
-def _memory(program: Program, m: Memory) -> str:
+def _memory(program: AnyProgram, m: Memory) -> str:
     loss_is_less, less = m.loss_bytes <= m.block_bytes, "not in the peak, the other being larger"
     rows = [
         ("weights", m.weights_bytes, ""),
@@ -127,14 +176,15 @@ def _memory(program: Program, m: Memory) -> str:
     return "\n".join(["memory of one training step, on each device", *lines])
 
 
-def abstract_batch(run: Run, program: Program) -> dict[str, Any]:
+def abstract_batch(run: Run, program: AnyProgram) -> dict[str, Any]:
     """Return a batch of the run as ``jax.ShapeDtypeStruct``, laid out as the loader's."""
     shape, place = (run.data.batch_size, run.data.seq_len), program.layout.batch_sharding(2)
     return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for name, dtype in BATCH_DTYPES.items()}
 
 
-def compiled_bytes(run: Run, program: Program) -> dict[str, int]:
+def compiled_bytes(run: Run, program: AnyProgram) -> dict[str, int]:
     """Compile the step and return the compiler's account of one device: argument, output, temp, alias and peak."""
+    assert isinstance(program, Program)
     executable = program.step.lower(program.abstract_state, abstract_batch(run, program)).compile()
     stats = executable.memory_analysis()
     kinds = ("argument", "output", "temp", "alias")
@@ -142,7 +192,7 @@ def compiled_bytes(run: Run, program: Program) -> dict[str, int]:
     return {**found, "peak": found["argument"] + found["output"] + found["temp"] - found["alias"]}
 
 
-def _compiled(run: Run, program: Program, predicted: Memory) -> str:
+def _compiled(run: Run, program: AnyProgram, predicted: Memory) -> str:
     found = compiled_bytes(run, program)
     ratio = predicted.total_bytes / found["peak"]
     note = f"argument + output + temp - alias; predicted / compiled = {ratio:.2f}"
@@ -150,7 +200,7 @@ def _compiled(run: Run, program: Program, predicted: Memory) -> str:
     return "\n".join(["the compiler's account of the same step, on each device", *columns(rows, right=(1,))])
 
 
-def _notes(program: Program) -> str:
+def _notes(program: AnyProgram) -> str:
     layout = program.layout
     splitting = sorted({a for dim in layout.rules.weights for a in layout.axes(dim, "weights")})
     if not splitting:

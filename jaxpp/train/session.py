@@ -28,7 +28,8 @@ from jaxpp.nn.stack import remat_policy
 from jaxpp.train.config import Run, active_experts, resolved
 from jaxpp.train.metrics import Rates, peak_flops_per_s
 from jaxpp.train.optimizer import make_optimizer
-from jaxpp.train.program import Program, TrainState, make_program
+from jaxpp.train.pipelined import PipelineProgram
+from jaxpp.train.programs import AnyProgram, make_program
 
 OWN_TEXTS = ("config.yaml", "plan.yaml", "data.json")  # what a run writes beside the documents that it carries along
 
@@ -67,10 +68,10 @@ class Session:
     """
 
     run: Run
-    program: Program
+    program: AnyProgram
     data: Data
     loader: TrainLoader
-    state: TrainState
+    state: Any
     start: int
     checkpoints: Checkpoints
     notes: tuple[str, ...]
@@ -97,7 +98,7 @@ class Session:
         }
 
 
-def check(run: Run) -> Program:
+def check(run: Run) -> AnyProgram:
     """Refuse a run that cannot work, on shapes alone; return its program.
 
     Raises:
@@ -113,6 +114,11 @@ def check(run: Run) -> Program:
     if run.data.tokenizer == "bpe" and not run.init:
         check_vocabulary(run, run.data.vocab_size)
     program = make_program(run.model, make_optimizer(run.optimizer), run.plan)
+    if isinstance(program, PipelineProgram) and run.optimizer.name == "adafactor":
+        raise ValueError(
+            "optimizer.name adafactor scales a stack of layers as one, so that cut into stages it would not train as the "
+            "whole; use adamw, muon or sgd, or schedule gpipe or interleaved with plan.pipeline.executor=spmd"
+        )
     program.check_batch(run.data.batch_size, run.data.seq_len)
     _ = program.abstract_state  # checks every arrow against the layout
     return program
@@ -173,7 +179,7 @@ def _wanted_then(checkpoints: Checkpoints, step: int) -> int | None:
         return None
 
 
-def _check_fits(run: Run, program: Program, checkpoints: Checkpoints, step: int, changes: Sequence[str]) -> None:
+def _check_fits(run: Run, program: AnyProgram, checkpoints: Checkpoints, step: int, changes: Sequence[str]) -> None:
     """Refuse a checkpoint of another model, optimizer or tokenizer.
 
     Raises:
@@ -204,7 +210,7 @@ def _open_data(run: Run, tokenizer: Tokenizer | None) -> Data:
     return data
 
 
-def _begin(run: Run, program: Program, initial: Initial | None) -> tuple[Data, TrainState, Mapping[str, str]]:
+def _begin(run: Run, program: AnyProgram, initial: Initial | None) -> tuple[Data, Any, Mapping[str, str]]:
     """Return data, state and documents of a run that starts anew.
 
     A tokenizer that the run names wins over that of the weights that it starts from. Its documents then replace theirs,
@@ -229,7 +235,7 @@ def _begin(run: Run, program: Program, initial: Initial | None) -> tuple[Data, T
     return data, state, carried
 
 
-def _from(initial: Initial, program: Program, seed: int) -> TrainState:
+def _from(initial: Initial, program: AnyProgram, seed: int) -> Any:
     return program.begin(initial.read(program.abstract_state.params), seed)
 
 
@@ -272,7 +278,7 @@ def open_session(run: Run, initial: Initial | None = None) -> Session:
             documents = {name: text for name, text in texts.items() if name not in OWN_TEXTS}
             loader = data.train(program.rows(run.data.batch_size), start_step=step)
             loader.restore(json.loads(texts["data.json"]))
-            state = checkpoints.restore(step, program.abstract_state)
+            state = program.from_saved(checkpoints.restore(step, program.abstract_state))
             notes += [f"resumed from step {step}", *(f"changed since: {line}" for line in changes)]
             notes += _set_newer_aside(path.parent, checkpoints, step)
     if runtime.is_main():

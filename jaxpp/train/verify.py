@@ -20,7 +20,8 @@ from jaxpp.mesh import Device, MeshSpec
 from jaxpp.parallel import Plan
 from jaxpp.train.config import Run, active_experts
 from jaxpp.train.optimizer import make_optimizer
-from jaxpp.train.program import Program, TrainState, make_program
+from jaxpp.train.program import TrainState
+from jaxpp.train.programs import AnyProgram, make_program
 from jaxpp.train.session import check_vocabulary
 
 AXES = ("data", "fsdp", "tensor")
@@ -62,7 +63,7 @@ def _like(run: Run, plan: Plan) -> Plan:
     return dataclasses.replace(run.plan, mesh=plan.mesh, schemes=plan.schemes, rules={})
 
 
-def _program(run: Run, plan: Plan, devices: Sequence[Device]) -> Program:
+def _program(run: Run, plan: Plan, devices: Sequence[Device]) -> AnyProgram:
     """Build a plan's program.
 
     Raises:
@@ -169,7 +170,7 @@ def _batch(run: Run) -> dict[str, np.ndarray]:
         return dict(next(loader))
 
 
-def _values(program: Program, weights: TrainState, batch: Any) -> tuple[float, dict[str, np.ndarray]]:
+def _values(program: AnyProgram, weights: TrainState, batch: Any) -> tuple[float, dict[str, np.ndarray]]:
     """Lay the weights out and return loss and gradients on the host, with one compile; nothing stays on the devices."""
     places = dataclasses.replace(program.shardings, optimizer=None)
     loss, gradients = program.loss_and_gradients(jax.device_put(weights, places), program.place(batch))

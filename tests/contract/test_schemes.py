@@ -16,7 +16,8 @@ import pytest
 from jaxpp import dims, tree
 from jaxpp.models import DecoderConfig
 from jaxpp.parallel import SCHEMES, Plan, executing
-from jaxpp.train.program import TrainState, make_program
+from jaxpp.train.program import TrainState
+from jaxpp.train.programs import make_program
 
 _spec = importlib.util.spec_from_file_location("collectives", Path(__file__).with_name("collectives.py"))
 assert _spec is not None and _spec.loader is not None

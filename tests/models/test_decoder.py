@@ -19,7 +19,7 @@ from jaxpp.models import FAMILIES, SIZES, Decoder, DecoderConfig
 from jaxpp.nn import Context, rope
 from jaxpp.nn.scaling import RopeScaling
 from jaxpp.parallel import Execution, Plan, executing
-from jaxpp.train.program import make_program
+from jaxpp.train.programs import make_program
 
 VOCAB, EMBED, SEQ = 64, 32, 12
 SHAPE = dict(vocab_size=VOCAB, num_layers=2, embed_dim=EMBED, num_heads=4, num_kv_heads=2, mlp_dim=64, max_positions=16)

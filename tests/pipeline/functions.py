@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpp.pipeline import Place, Trainer, clip_by_given_norm, fetch_states, make_pipeline, make_places, stage_key
+from jaxpp.pipeline import PipelineTrainer, Place, clip_by_norm, fetch_states, make_pipeline, make_places, stage_key
 from jaxpp.schedule import build
 
 WIDTH = 8
@@ -114,7 +114,7 @@ def train(name: str, ranks: int, mesh: str | None) -> list[dict[str, float]]:
     """Train the tied stages for three steps and return what each told."""
     known = tied_stages()
     made = make_pipeline(known, build(name, ranks, 4), mesh, TIED)
-    trainer = Trainer(made, optax.chain(clip_by_given_norm(0.1), optax.adamw(1e-2)))
+    trainer = PipelineTrainer(made, optax.chain(clip_by_norm(0.1), optax.adamw(1e-2)))
     state, told = trainer.init(made.lay_out([params for _, params in known])), []
     for _ in range(3):
         state, metrics = trainer.step(state, tokens(8))

@@ -15,7 +15,8 @@ from jaxpp import tree
 from jaxpp.models import DecoderConfig
 from jaxpp.nn.moe import MoeConfig
 from jaxpp.parallel import PipelineConfig, Plan, executing
-from jaxpp.train.program import Program, make_program
+from jaxpp.train.program import Program
+from jaxpp.train.programs import make_program
 
 BATCH, SEQ, VOCAB = 16, 8, 64
 SHAPE = dict(vocab_size=VOCAB, num_layers=4, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64, max_positions=32)
@@ -110,7 +111,7 @@ def test_a_step_trains_and_the_pipeline_permutes():
 @pytest.mark.parametrize(
     ("config", "plan", "message"),
     [
-        (CONFIG, Plan("stage:8"), r"layers 4 does not split over stage=8"),
+        (CONFIG, Plan("stage:8"), "4 layers do not split into 8 stages x 1 chunks; 1, 2, 4 in all do"),
         (
             CONFIG,
             Plan("stage:4 data:2", pipeline=PipelineConfig("interleaved", 2)),
@@ -148,8 +149,8 @@ def test_experts_in_a_pipeline_are_refused():
     ("fields", "message"),
     [
         (dict(schedule="gpip"), 'plan.pipeline.schedule: unknown "gpip"; did you mean "gpipe"?'),
-        (dict(chunks=2), "plan.pipeline.chunks = 2: gpipe has 1; schedule interleaved takes more"),
-        (dict(microbatches=-1), "plan.pipeline: chunks of 1 or more"),
+        (dict(chunks=2, executor="spmd"), "plan.pipeline.chunks = 2: gpipe has 1; schedule interleaved takes more"),
+        (dict(microbatches=-1), "plan.pipeline: chunks = 0, microbatches = -1"),
     ],
 )
 def test_wrong_settings_are_refused(fields, message):
