@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Float, Int
 
 Batch = Mapping[str, jax.Array]
 """Arrays ``[batch, seq]``: tokens, targets, segments, positions (int32), weights (float32)."""
@@ -42,9 +42,12 @@ class Model(Trainable, Protocol):
         ...
 
     def run(
-        self, x: Float[Array, "batch seq embed"], batch: Batch, first_layer: int = 0
+        self, x: Float[Array, "batch seq embed"], batch: Batch, first_layer: Int[Array, ""] | int = 0
     ) -> Float[Array, "batch seq embed"]:
-        """Run the blocks that the model holds: all, or in a stage of a pipeline those from `first_layer` on."""
+        """Run the blocks that the model holds: all, or in a stage of a pipeline those from `first_layer` on.
+
+        Where one program runs all stages, that number is traced.
+        """
         ...
 
     def loss_from(self, x: Float[Array, "batch seq embed"], batch: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:

@@ -10,8 +10,11 @@ import pytest
 
 from jaxpp import schedule_commands
 from jaxpp.quantities import parse_bytes, show_time
-from jaxpp.schedule.costs_file import write_costs
+from jaxpp.schedule.costs_file import read_costs, write_costs
 from jaxpp.schedule.layer_costs import LayerCosts, ModelCosts, Transfer
+from jaxpp.train import Run
+from jaxpp.train import profile as profiles
+from tests import command
 
 SMALL = ("--ranks", "4", "--microbatches", "8")
 
@@ -111,6 +114,111 @@ def test_mistakes_are_one_line(words: tuple[str, ...], message: str) -> None:
 def test_cuts_that_are_no_numbers(costs: str) -> None:
     with pytest.raises(ValueError, match='--cuts "2,x": whole numbers of layers are needed'):
         run("draw", "gpipe", *SMALL, "--costs", costs, "--cuts", "2,x")
+
+
+MEASURED = ModelCosts(
+    (LayerCosts(2e-3, 3e-3, 1e-3, 2.5e-3, 3.5e-3, 2**20, 2**18, repeat=4),),
+    LayerCosts(1e-5, 0.0, 2e-5, 1e-5, 3e-5, 0, 2**16), LayerCosts(1e-3, 1e-3, 1e-3, 1e-3, 2e-3, 2**12, 2**16),
+    Transfer(2**15, 2.0**30, 1e-5),
+    measured={"device": "2 x cpu", "mesh": "stage:2", "microbatch": "4 rows x 32 tokens", "compute_dtype": "float32",
+              "remat": "none", "transfer": "from rank 0 to rank 1"},
+)  # fmt: skip
+PIPED = ("plan.mesh=stage:2 data:4", "plan.pipeline.microbatches=4")
+
+
+def profile(path: Path, *words: str) -> int:
+    parser = argparse.ArgumentParser()
+    schedule_commands.add_parser(parser.add_subparsers(dest="name", required=True))
+    arguments, arguments.overrides = parser.parse_known_args(["schedule", "profile", str(path), *words])
+    return arguments.function(arguments)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Run, int]]:
+    """What is to be measured; it is not."""
+    found: list[tuple[Run, int]] = []
+    monkeypatch.setattr(profiles, "profile", lambda *arguments: (found.append(arguments), MEASURED)[1])
+    return found
+
+
+def test_profile_prints_and_writes(tmp_path: Path, asked: list, capsys: pytest.CaptureFixture[str]) -> None:
+    run_yaml, out = command.write_run(tmp_path), tmp_path / "costs.yaml"
+    out.write_text("of another day")
+    assert profile(run_yaml, "cpu_devices=8", *PIPED, "--out", str(out), "--repeats", "3") == 0
+    (run, repeats), *others = asked
+    assert (run.plan.mesh, run.model.num_layers, repeats, others) == ("stage:2 data:4", 1, 3, [])
+    assert capsys.readouterr().out.splitlines() == [
+        "2 x cpu, mesh stage:2; for one microbatch of 4 rows x 32 tokens, float32, remat none",
+        "",
+        "                 forward  input gradient  weight gradient   fused  recompute  activations   weights",
+        "layer, one of 4     2 ms            3 ms             1 ms  3.5 ms     2.5 ms     1.00 MiB   256 KiB",
+        "embedding          10 us             0 s            20 us   30 us      10 us          0 B  64.0 KiB",
+        "head and loss       1 ms            1 ms             1 ms    2 ms       1 ms     4.00 KiB  64.0 KiB",
+        "",
+        "F : B : W = 1 : 1.50 : 0.50 of a layer",
+        "transfer of 32.0 KiB: 40.5 us (latency 10 us, then 1.00 GiB/s) from rank 0 to rank 1",
+        f"written to {out}; jaxpp schedule compare --ranks 2 --microbatches 4 --costs {out} reads it",
+    ]
+    written = read_costs(out)
+    assert (written.layers, written.transfer) == (MEASURED.layers, MEASURED.transfer)
+    assert written.measured["command"].startswith("jaxpp schedule profile ")
+    assert run_compare(out, 4) == 0
+
+
+def run_compare(costs: Path, microbatches: int) -> int:
+    return run("compare", "--ranks", "2", "--microbatches", str(microbatches), "--costs", str(costs))
+
+
+@pytest.mark.parametrize("out, message", [("nowhere/costs.yaml", "there is no directory"), (".", "is a directory")])
+def test_a_file_that_cannot_be_written_is_found_before_anything_is_measured(
+    out: str, message: str, tmp_path: Path, asked: list
+) -> None:
+    run_yaml = command.write_run(tmp_path)
+    with pytest.raises(ValueError) as raised:
+        profile(run_yaml, "cpu_devices=8", "--out", str(tmp_path / out))
+    assert message in str(raised.value) and "\n" not in str(raised.value) and not asked
+
+
+def test_profile_refuses_a_setting_that_is_none(tmp_path: Path, asked: list) -> None:
+    with pytest.raises(ValueError, match="nonsense"):
+        profile(command.write_run(tmp_path), "plan.nonsense=1")
+    assert not asked
+
+
+def test_profile_refuses_a_run_that_cannot_work_on_the_command_line(tmp_path: Path) -> None:
+    command.write_run(tmp_path)
+    words = ("schedule", "profile", "run.yaml", "plan.mesh=stage:3", "--out", "c.yaml")
+    error = command.jaxpp(*words, cwd=tmp_path, code=2).stderr
+    assert error.startswith("jaxpp: ") and error.count("\n") == 1 and "stage:3" in error
+    assert not (tmp_path / "c.yaml").exists()
+
+
+SMALL_RUN = ("model.num_layers=2", "--repeats", "1", "--out", "c.yaml")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_profile_then_compare_on_the_command_line(tmp_path: Path) -> None:
+    command.write_run(tmp_path)
+    told = command.jaxpp("schedule", "profile", "run.yaml", "plan.mesh=data:1", *SMALL_RUN, cwd=tmp_path).stdout
+    assert told.endswith("compare --ranks R --microbatches M --costs c.yaml reads it\n")
+    words = ("schedule", "compare", "--ranks", "2", "--microbatches", "4", "--costs", "c.yaml")
+    assert "best: " in command.jaxpp(*words, cwd=tmp_path).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mesh", ["stage:2", "data:2"])
+def test_profile_in_two_processes(mesh: str, tmp_path: Path) -> None:
+    # On the second mesh both have a device of the only rank: they have to run its operations equally often.
+    command.write_run(tmp_path)
+    launch = ("launch", "--processes", "2", "--devices-per-process", "1", "--")
+    words = ("schedule", "profile", "run.yaml", f"plan.mesh={mesh}", *SMALL_RUN)
+    told = command.jaxpp(*launch, *words, cwd=tmp_path).stdout
+    assert told.count("written to c.yaml") == 1, "only process 0 is heard"
+    costs = read_costs(tmp_path / "c.yaml")
+    assert costs.measured["device"] == "2 x cpu" and costs.transfer.seconds > 0
+    assert costs.measured["command"] == f"jaxpp schedule profile run.yaml plan.mesh={mesh} model.num_layers=2"
 
 
 @pytest.mark.parametrize("text, num_bytes", [("4GiB", 2**32), ("4 gb", 4 * 10**9), ("1.5KiB", 1536), ("7", 7)])

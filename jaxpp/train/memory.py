@@ -298,13 +298,17 @@ class Sizes:
             total += FP32_BYTES * whole * (whole > self.width(dims_of_one, "moments", w))
         return total
 
+    @cached_property
+    def head(self) -> int:
+        """Elements of the head in use on one device; 0 where there is none."""
+        heads = [a for w in self.weights for a in (w.arrow, w.also) if a and a.reads and "vocab" in a.writes]
+        return self.width(heads[0].dims, "inside") if heads else 0
+
     @property
     def loss_bytes(self) -> int:
         """Bytes of a chunk's logits, of the head's gradient as it adds up, and of the head in use."""
-        heads = [a for w in self.weights for a in (w.arrow, w.also) if a and a.reads and "vocab" in a.writes]
-        if not heads:
+        if not self.head:
             return 0
         chunk = self.inside / num_chunks_for(int(self.inside), self.seq_len)
-        head = self.width(heads[0].dims, "inside")
         logits = FP32_BYTES * LOGITS_IN_FLIGHT * chunk * self.width(("vocab",))
-        return int(logits + (2 * FP32_BYTES + self.item) * head)
+        return int(logits + (2 * FP32_BYTES + self.item) * self.head)

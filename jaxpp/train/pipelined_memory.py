@@ -44,6 +44,8 @@ def _timeline(program: PipelineProgram, sizes: Sizes) -> Timeline:
         replace(one, activation_bytes=int(layers * (sizes.kept_by_block + scores)))
         for one, layers in zip(unit.stages, program.cut.cuts, strict=True)
     ]
+    # The loss makes the gradient of the head in its forward pass; it is held as an activation.
+    stages[-1] = replace(stages[-1], activation_bytes=stages[-1].activation_bytes + FP32_BYTES * sizes.head)
     boundary = int(sizes.stream * sizes.item)
     return simulate(program.schedule, Costs(tuple(stages), (0.0,), (boundary,)))
 

@@ -186,9 +186,7 @@ def test_numbers_that_do_not_fit_are_refused(model: Any, plan: Plan, message: st
 
 def test_a_batch_that_does_not_split_is_refused() -> None:
     program = built(config(True), Plan("stage:2 data:4", pipeline=piped("1f1b")))
-    with pytest.raises(
-        ValueError, match="8 does not split into 4 microbatches over 4 batch shards; size 16"
-    ):
+    with pytest.raises(ValueError, match="8 does not split into 4 microbatches over 4 batch shards; size 16"):
         program.check_batch(8, 8)
 
 

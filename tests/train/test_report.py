@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import jax
@@ -10,9 +11,13 @@ import pytest
 
 from jaxpp import runs, tree
 from jaxpp.quantities import show_bytes
+from jaxpp.schedule import simulate, unit_costs
 from jaxpp.train.memory import memory
+from jaxpp.train.optimizer import make_optimizer
+from jaxpp.train.pipelined_memory import rank_memory
 from jaxpp.train.program import Program
-from jaxpp.train.report import columns, report
+from jaxpp.train.programs import make_program
+from jaxpp.train.report import BATCH_DTYPES, columns, report
 from jaxpp.train.session import check
 
 
@@ -126,3 +131,53 @@ def test_sizes_and_columns():
         *("0 B", "1023 B", "1.00 KiB", "999 KiB", "1.00 GiB", "5.00 TiB"),
     ]  # fmt: skip
     assert columns([("a", "1"), ("bcd", "22")], right=(1,)) == ["a     1", "bcd  22"]
+
+
+PIPELINE = {"schedule": "1f1b", "microbatches": 4, "cuts": [1, 3]}
+
+
+def test_a_pipeline_is_told_rank_by_rank(no_arrays):
+    text = report(run_of(mesh="stage:2 data:2 tensor:2", pipeline=PIPELINE))
+    assert "pipeline  1f1b on 2 ranks, 4 microbatches, layers 1+3, a program for each stage and operation" in text
+    lines = text.splitlines()
+    table = lines[lines.index(next(line for line in lines if line.startswith("ranks of the pipeline"))) + 1 :][:3]
+    assert [row.split()[:3] for row in table] == [["rank", "stages", "layers"], ["0", "0", "1"], ["1", "1", "3"]]
+    assert "bubble 20%" in text and table[1].endswith("20%")
+    gpipe = report(run_of(mesh="stage:2 data:4", batch_size=16, pipeline={"microbatches": 4}))
+    assert "pipeline  gpipe on 2 ranks, 4 microbatches, one program for all; bubble 20%" in gpipe
+    with pytest.raises(ValueError, match="runs a program for each stage and operation, which have no common account"):
+        report(run_of(mesh="stage:2 data:4", batch_size=16, pipeline=PIPELINE), compiled=True)
+
+
+def test_state_bytes_of_each_rank_are_those_of_real_shards():
+    run = run_of(mesh="stage:2 fsdp:4", batch_size=16, pipeline={**PIPELINE, "cuts": [3, 1]})
+    program = check(run)
+    state = program.init(0)
+    for rank, found in enumerate(rank_memory(program, 16, 64)):
+        parts = (state.params[rank], state.optimizer[rank])
+        held = [sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(part)) for part in parts]
+        assert [found.weights_bytes, found.moments_bytes] == held, rank
+
+
+@pytest.mark.parametrize("pipeline", [PIPELINE, {"schedule": "gpipe", "executor": "mpmd", "microbatches": 4}])
+def test_what_a_rank_keeps_is_near_what_its_operations_hand_on(pipeline):
+    run = run_of(mesh="stage:2", pipeline=pipeline)
+    program = make_program(run.model, make_optimizer(run.optimizer), run.plan, devices=jax.devices()[:2])
+    shapes = {name: jax.ShapeDtypeStruct((2, 64), dtype) for name, dtype in BATCH_DTYPES.items()}
+    executor, found = program.pipeline.executor, rank_memory(program, 8, 64)
+    for (_, rank), own in executor.operations(shapes, None).items():
+        held = sum(math.prod(s.shape) * s.dtype.itemsize for s in kept_by(own))
+        most = held * simulate(program.schedule, unit_costs(program.schedule)).peak_activations[rank]
+        assert 0.7 <= found[rank].kept_bytes / most <= 1.3, rank
+
+
+def kept_by(own):
+    """Shapes of what F leaves for D, without weights and without the microbatch."""
+    later = set(own.after_forward["D"]) - set(own.traced.params) - set(own.traced.batch)
+    values = {n: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for n, v in outputs_of(own)}
+    return [values[number] for number in later if number in values]
+
+
+def outputs_of(own):
+    for step in own.traced.forward:
+        yield from zip(step.outputs, step.equation.outvars, strict=True)
