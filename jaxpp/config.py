@@ -102,7 +102,7 @@ def build(
         return cls(**fields)
     except ValueError as error:
         message = " ".join(str(error).split())
-        raise ValueError(f"{at}: {message}" if at else message) from error
+        raise ValueError(f"{at}: {message}" if at and not message.startswith(at) else message) from error
 
 
 def to_dict(obj: Any) -> dict[str, Any]:

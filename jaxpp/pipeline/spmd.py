@@ -129,7 +129,8 @@ def pipelined(
     cut = [leaf for leaf in jax.tree.leaves(shared)]
     is_cut = [bool(leaf.ndim) and leaf.shape[0] == batch for leaf in cut]
     structure = jax.tree.structure(shared)
-    dealt = [dealt_out(leaf, ring.num_microbatches, layout) if one else leaf for leaf, one in zip(cut, is_cut, strict=True)]
+    count = ring.num_microbatches
+    dealt = [dealt_out(leaf, count, layout) if one else leaf for leaf, one in zip(cut, is_cut, strict=True)]
     chunked = jax.tree.map(lambda leaf: _chunked(leaf, ring), weights)
 
     def local(weights: Any, xs: jax.Array, dealt: list[jax.Array]) -> jax.Array:
@@ -158,7 +159,7 @@ def pipelined(
         local, mesh=layout.mesh, axis_names={AXIS}, out_specs=PartitionSpec(),
         in_specs=(PartitionSpec(None, AXIS), PartitionSpec(), PartitionSpec()),
     )  # fmt: skip
-    return put_back(run(chunked, dealt_out(x, ring.num_microbatches, layout), dealt), layout)
+    return put_back(run(chunked, dealt_out(x, count, layout), dealt), layout)
 
 
 def _varying(x: jax.Array) -> jax.Array:

@@ -116,8 +116,8 @@ def check(run: Run) -> AnyProgram:
     program = make_program(run.model, make_optimizer(run.optimizer), run.plan)
     if isinstance(program, PipelineProgram) and run.optimizer.name == "adafactor":
         raise ValueError(
-            "optimizer.name adafactor scales a stack of layers as one, so that cut into stages it would not train as the "
-            "whole; use adamw, muon or sgd, or schedule gpipe or interleaved with plan.pipeline.executor=spmd"
+            "optimizer.name adafactor scales a stack of layers as one, so that cut into stages it would not train as "
+            "the whole; use adamw, muon or sgd, or schedule gpipe or interleaved with plan.pipeline.executor=spmd"
         )
     program.check_batch(run.data.batch_size, run.data.seq_len)
     _ = program.abstract_state  # checks every arrow against the layout

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from tests.bench import gpu, measure
+from tests.bench import gpu, measure, pipelines
 
 TOY = {"num_layers": 2, "embed_dim": 32, "num_heads": 4, "vocab_size": 64}
 
@@ -52,3 +52,21 @@ def test_a_row_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.cells("none", {"problem": "out of memory"})[-1] == "out of memory"
     monkeypatch.setattr(sys, "executable", "false")
     assert gpu.ask("tiny", "none", 10) == {"problem": "exit code 1"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_pipeline_table_has_a_row_at_a_toy_size(capsys: pytest.CaptureFixture[str]) -> None:
+    pipelines.main(["--toy", "--only", "zb-h1"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    row = next(row for row in rows if row and row[0] == "zb-h1")
+    simulated, measured, ratio, ceiling, share, bound = map(float, row[1:7])
+    assert min(simulated, measured, ceiling) > 0 and 0 < bound < 1, row
+    assert ratio == pytest.approx(measured / simulated, rel=0.2) and share == pytest.approx(ceiling / measured, rel=0.2)
+
+
+def test_pipelines_that_disagree_are_noticed() -> None:
+    one, other = ([{"loss": loss, "squares": 1.0}] for loss in (1.0, 1.001))
+    with pytest.raises(AssertionError, match=r"gpipe: loss of ours 1\.0, of torch's 1\.001"):
+        pipelines.check_agreement("gpipe", one, other)
+    pipelines.check_agreement("gpipe", one, one)

@@ -42,7 +42,7 @@ def test_it_costs_a_forward_pass_and_leaves_one_microbatch_whole() -> None:
         12,
         11,
         10,
-    )  # the first stage's input, tokens, is nothing
+    )  # tokens, the input of stage 0, count as 0
 
 
 def test_a_stage_that_recomputes_already_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Stages in processes of their own: the losses of one process, a death that ends all, a run that goes on bit for bit."""
+"""Stages in processes of their own: the losses of one, a death that ends all, a run that goes on bit for bit."""
 
 from __future__ import annotations
 
