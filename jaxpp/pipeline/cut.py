@@ -15,10 +15,9 @@ import jax
 from flax import nnx
 
 from jaxpp import tree
-from jaxpp.model import Model
 from jaxpp.pipeline.cuts import Cuts, check_cuts
 from jaxpp.pipeline.pipeline import Use
-from jaxpp.pipeline.skeleton import BLOCKS, Entry, Part, Prepare, Skeleton, weights_used
+from jaxpp.pipeline.skeleton import BLOCKS, Entry, Part, Prepare, Skeleton, as_is, skeleton_of, weights_used
 from jaxpp.pipeline.stage import Stage
 
 
@@ -81,11 +80,7 @@ def cut_leaf(value: Any, start: int, count: int) -> Any:
     return value[start : start + count]
 
 
-def _as_is(params: Any) -> Any:
-    return params
-
-
-def cut_model(model: Any, cuts: Sequence[int], prepare: Prepare = _as_is) -> CutModel:
+def cut_model(model: Any, cuts: Sequence[int], prepare: Prepare = as_is) -> CutModel:
     """Cut a model into stages.
 
     Args:
@@ -100,17 +95,10 @@ def cut_model(model: Any, cuts: Sequence[int], prepare: Prepare = _as_is) -> Cut
     Raises:
         ValueError: cuts that do not add up, no such model, or one with variables that are not weights.
     """
-    if not isinstance(model, Model):
-        name = type(model).__name__
-        raise ValueError(f"{name} has not embed, blocks, run, logits, loss and loss_from, which a cut needs")
-    graph, params, other = nnx.split(model, nnx.Param, ...)
-    if left := list(tree.named_nodes(other)):
-        raise ValueError(f"{type(model).__name__} has variables beside its weights ({left[0]}), which no stage owns")
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    named = tree.named_nodes(shapes)
+    skeleton = skeleton_of(model, prepare)
+    named = tree.named_nodes(skeleton.params)
     stacked = {path: node.shape[0] for path, node in named.items() if path.split("/")[0] == BLOCKS}
     if len(set(stacked.values())) != 1:
         raise ValueError(f"the blocks of {type(model).__name__} are not stacked over one number of layers: {stacked}")
     known = check_cuts(cuts, next(iter(stacked.values())), len(cuts))
-    skeleton = Skeleton(graph, shapes, prepare)
     return CutModel(skeleton, known, weights_used(skeleton, len(known), list(named)))

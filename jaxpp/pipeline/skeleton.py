@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpp import tree
+from jaxpp.model import Model
 from jaxpp.pipeline.line import CALLS, REMATS, Numbers, missing, needed, record
 
 BLOCKS = "blocks"
@@ -36,6 +38,31 @@ class Skeleton:
         flat = dict(nnx.to_flat_state(self.params))
         flat.update(nnx.to_flat_state(self.prepare(params)))
         return nnx.merge(self.graph, nnx.from_flat_state(list(flat.items())))
+
+
+def as_is(params: Any) -> Any:
+    """Use weights as they are stored."""
+    return params
+
+
+def skeleton_of(model: Any, prepare: Prepare = as_is) -> Skeleton:
+    """Take a model's weights out.
+
+    Args:
+        model: with stacked ``blocks``, ``embed``, ``run``, ``loss_from`` (`jaxpp.model.Model`); concrete, or shapes
+            alone as ``nnx.eval_shape`` gives it.
+        prepare: what is done to weights before they are used.
+
+    Raises:
+        ValueError: no such model, or one with variables that are not weights.
+    """
+    if not isinstance(model, Model):
+        name = type(model).__name__
+        raise ValueError(f"{name} has not embed, blocks, run, logits, loss and loss_from, which a cut needs")
+    graph, params, other = nnx.split(model, nnx.Param, ...)
+    if left := list(tree.named_nodes(other)):
+        raise ValueError(f"{type(model).__name__} has variables beside its weights ({left[0]}), which no stage owns")
+    return Skeleton(graph, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params), prepare)
 
 
 @dataclass(frozen=True)

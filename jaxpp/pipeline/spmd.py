@@ -77,11 +77,11 @@ def check(pipeline: PipelineConfig, layout: Layout, num_layers: int) -> None:
             f"{num_layers} layers do not split into {ranks} stages x {pipeline.num_chunks()} chunks; "
             f"{', '.join(map(str, fits))} in all do"
         )
-    count = num_microbatches(pipeline, layout)
-    if pipeline.num_chunks() > 1 and count % ranks:
+    count, chunks = num_microbatches(pipeline, layout), pipeline.num_chunks()
+    if chunks > 1 and count % ranks:
         raise ValueError(
-            f"plan.pipeline.microbatches = {count}: with {pipeline.num_chunks()} chunks a multiple of the {ranks} stages "
-            f"is needed, {max(count // ranks, 1) * ranks} say"
+            f"plan.pipeline.microbatches = {count}: with {chunks} chunks a multiple of the {ranks} stages is needed, "
+            f"{max(count // ranks, 1) * ranks} say"
         )
 
 

@@ -36,6 +36,7 @@ from jaxpp.nn.loss import num_chunks_for
 from jaxpp.parallel import Layout, bytes_per_device
 from jaxpp.parallel.layout import Place
 from jaxpp.pipeline.spmd import num_microbatches
+from jaxpp.schedule import simulate, unit_costs
 from jaxpp.train.program import Program
 
 STREAM = "embed"  # the dim of the residual stream
@@ -206,8 +207,13 @@ class Sizes:
 
     @property
     def ticks(self) -> float:
-        """Ticks of a pipeline over those in which a rank works: each keeps its input, the bubble's too."""
-        pipeline, layout = self.program.plan.pipeline, self.layout
+        """Microbatches whose activations a pipeline holds, over all of them.
+
+        Differentiated, each tick keeps its own, the bubble's too; by a table, a rank keeps as many as that says.
+        """
+        pipeline, layout, table = self.program.plan.pipeline, self.layout, self.program.table
+        if table is not None:
+            return max(simulate(table, unit_costs(table)).peak_activations) / table.num_microbatches
         work = num_microbatches(pipeline, layout) * pipeline.num_chunks()
         return (work + layout.mesh.shape.get("stage", 1) - 1) / work
 

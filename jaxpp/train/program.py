@@ -18,7 +18,10 @@ from flax import nnx
 
 from jaxpp import dims, tree
 from jaxpp.parallel import Layout, Plan, executing
+from jaxpp.pipeline.lockstep import summed_gradients
+from jaxpp.pipeline.skeleton import Skeleton, skeleton_of
 from jaxpp.pipeline.spmd import check_rows
+from jaxpp.schedule import Schedule
 from jaxpp.train.optimizer import global_norm
 
 Loss = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
@@ -175,28 +178,44 @@ class Program:
         total, weight = self.loss(model, batch)
         return total.astype(jnp.float32), (weight.astype(jnp.float32), nnx.split(model, nnx.Param, ...)[2])
 
+    @cached_property
+    def table(self) -> Schedule | None:
+        """The table that the ranks of axis ``stage`` walk in lock step; None where the loss is differentiated whole."""
+        ranks = self.layout.mesh.shape.get("stage", 1)
+        return None if ranks == 1 or self.plan.pipeline.is_differentiated else self.plan.pipeline.table(ranks)
+
+    @cached_property
+    def _skeleton(self) -> Skeleton:
+        return skeleton_of(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))), self.in_compute_dtype)
+
+    def _value_and_grad(self, params: Any, other: Any, batch: Any) -> tuple[tuple[jax.Array, Any], Any]:
+        """Return what ``jax.value_and_grad`` of `summed_loss` returns."""
+        if self.table is None:
+            return jax.value_and_grad(self.summed_loss, has_aux=True)(params, other, batch)
+        total, weight, grads = summed_gradients(self._skeleton, params, batch, self.layout, self.table)
+        return (total, (weight, other)), grads
+
     def gradients(self, state: TrainState, batch: Any) -> tuple[Any, jax.Array, jax.Array, Any]:
         """Return gradients of the mean loss, the loss sum, the weight sum, and the other variables after the pass.
 
         The batch is run in ``plan.microbatches`` parts; sums, not means, are added up, so that the result is that of
         one batch however the weights of the loss are spread.
         """
-        grad = jax.value_and_grad(self.summed_loss, has_aux=True)
         places = self.layout.param_shardings(self.params, "moments")
         if self.plan.microbatches == 1:
-            (total, (weight, other)), grads = grad(state.params, state.other, batch)
+            (total, (weight, other)), grads = self._value_and_grad(state.params, state.other, batch)
         else:
-            grads, total, weight, other = self._accumulate(grad, state, batch, places)
+            grads, total, weight, other = self._accumulate(state, batch, places)
         scale = 1.0 / jnp.maximum(weight, 1e-8)
         grads = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads, state.params)
         return jax.lax.with_sharding_constraint(grads, places), total, weight, other
 
-    def _accumulate(self, grad: Callable[..., Any], state: TrainState, batch: Any, places: Any) -> Any:
+    def _accumulate(self, state: TrainState, batch: Any, places: Any) -> Any:
         parts = jax.tree.map(lambda x: self._microbatches(x), batch)
 
         def add(carry: Any, part: Any) -> tuple[Any, None]:
             sums, total, weight, other = carry
-            (t, (w, other)), grads = grad(state.params, other, part)
+            (t, (w, other)), grads = self._value_and_grad(state.params, other, part)
             sums = jax.tree.map(lambda s, g: s + g.astype(jnp.float32), sums, grads)
             return (jax.lax.with_sharding_constraint(sums, places), total + t, weight + w, other), None
 

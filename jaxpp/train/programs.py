@@ -13,6 +13,7 @@ from flax import nnx
 from jaxpp.mesh import Device
 from jaxpp.model import Trainable
 from jaxpp.parallel import Plan
+from jaxpp.pipeline.lockstep import check as check_table
 from jaxpp.pipeline.spmd import check as check_layers
 from jaxpp.train.pipelined import PipelineProgram, make_pipeline_program
 from jaxpp.train.program import Loss, Program, model_loss, num_layers
@@ -43,15 +44,17 @@ def make_program(
         )
     if program.layout.mesh.shape.get("stage", 1) == 1:
         return program
-    if not plan.pipeline.is_mpmd:
-        check_layers(plan.pipeline, program.layout, num_layers(program.params, program.layout.dims))
-        return program
-    if loss is not None:
+    if loss is not None and not plan.pipeline.is_differentiated:
         raise ValueError(
-            f"plan.pipeline.schedule {plan.pipeline.schedule} runs each stage by itself, and takes the loss from the "
-            "model; drop loss=, or set schedule gpipe or interleaved with executor spmd"
+            f"plan.pipeline.schedule {plan.pipeline.schedule} takes the loss of each microbatch from the model; drop "
+            "loss=, or set schedule gpipe or interleaved with executor spmd"
         )
-    return make_pipeline_program(program, devices)
+    if plan.pipeline.is_mpmd:
+        return make_pipeline_program(program, devices)
+    check_layers(plan.pipeline, program.layout, count := num_layers(program.params, program.layout.dims))
+    if program.table is not None:
+        check_table(program.table, program.layout, count)
+    return program
 
 
 def make_train_step(

@@ -67,6 +67,7 @@ def oracle(config: DecoderConfig):
             ),
         ),
         (MIXED, Plan("stage:2 data:4", pipeline=CIRCULAR)),
+        (MIXED, Plan("stage:2 data:2 tensor:2", microbatches=2, pipeline=PipelineConfig("zb-h1", 1, 4, "spmd"))),
         (MIXED, Plan("stage:4 tensor:2", pipeline=PipelineConfig(microbatches=8))),
     ],
     ids=lambda x: f"{x.mesh} {x.pipeline.schedule}" if isinstance(x, Plan) else "mixed" if x is MIXED else "plain",

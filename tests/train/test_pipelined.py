@@ -198,7 +198,7 @@ def test_an_optimizer_that_mixes_stages_is_refused() -> None:
 
 
 def test_a_loss_of_your_own_is_refused() -> None:
-    with pytest.raises(ValueError, match="takes the loss from the model; drop loss="):
+    with pytest.raises(ValueError, match="takes the loss of each microbatch from the model; drop loss="):
         make_program(config(True), optax.sgd(1.0), Plan("stage:8", pipeline=piped("1f1b")), lambda model, batch: 0)
 
 
