@@ -46,7 +46,8 @@ def built(model: Any, plan: Plan, optimizer: OptimizerConfig = SGD) -> PipelineP
 @cache
 def oracle(tied: bool) -> tuple[Any, Any, Any, list[Any], list[float]]:
     """One device: first state, loss and gradients, last state, metrics of each step, losses of an evaluation."""
-    program = make_program(config(tied), make_optimizer(SGD), Plan(mesh="data:1"), devices=jax.devices()[:1])
+    plan = Plan(mesh="data:1", microbatches=4)  # as many sums, in the same order
+    program = make_program(config(tied), make_optimizer(SGD), plan, devices=jax.devices()[:1])
     assert isinstance(program, Program)
     state = program.init()
     first = jax.device_get(state)
