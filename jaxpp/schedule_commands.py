@@ -87,6 +87,7 @@ def profile(arguments: argparse.Namespace) -> int:
     """Measure what the layers of a run's model cost on these devices, and write it for draw and compare --costs."""
     from jaxpp import runtime
     from jaxpp.initial import find_run
+    from jaxpp.train.profile import advised_cuts
     from jaxpp.train.profile import profile as measure
 
     run = find_run(arguments.path, arguments.overrides)
@@ -101,6 +102,9 @@ def profile(arguments: argparse.Namespace) -> int:
         ranks = run.plan.layout().mesh.shape.get("stage", 1)
         sizes = (ranks, run.plan.pipeline.microbatches or ranks) if ranks > 1 else ("R", "M")
         reader = "jaxpp schedule compare --ranks {} --microbatches {}".format(*sizes)
+        if 1 < ranks <= costs.num_layers:
+            cuts = list(advised_cuts(costs, ranks))
+            print(f"one stage on each of {ranks} ranks: plan.pipeline.cuts={cuts} balances them")
         print(f"written to {arguments.out}; {reader} --costs {arguments.out} reads it")
     return 0
 

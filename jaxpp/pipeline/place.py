@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -78,7 +79,7 @@ def make_places(mesh: str | Plan | Mesh, ranks: int, devices: Sequence[Device] |
         devices: to use with a spec or a plan; all of them if None.
 
     Raises:
-        ValueError: the axis `stage` has another size, or schemes that do not compose.
+        ValueError: the axis `stage` has another size, schemes that do not compose, or ranks that share processes.
     """
     plan = Plan(mesh=mesh) if isinstance(mesh, str) else mesh if isinstance(mesh, Plan) else None
     whole = make_mesh(plan.mesh, devices) if plan is not None else mesh
@@ -90,7 +91,21 @@ def make_places(mesh: str | Plan | Mesh, ranks: int, devices: Sequence[Device] |
             f"the schedule has {ranks} ranks, but mesh axis stage has size {size}; "
             f'"{f"stage:{ranks} {rest}".strip()}" has {ranks}'
         )
-    return tuple(_place(part, plan) for part in _submeshes(whole, ranks))
+    places = tuple(_place(part, plan) for part in _submeshes(whole, ranks))
+    _check_processes(places)
+    return places
+
+
+def _check_processes(places: Sequence[Place]) -> None:
+    """Refuse ranks that share processes: JAX sends between devices of one process, or between separate sets of them."""
+    for (i, one), (j, other) in itertools.combinations(enumerate(places), 2):
+        both = one.processes & other.processes
+        if both and len(one.processes | other.processes) > 1:
+            raise ValueError(
+                f"ranks {i} and {j} of the pipeline both have devices of process {min(both)} and of others, between "
+                "which JAX cannot send; give each rank processes of its own: other axes inside of them, and axis stage "
+                "across slices (dcn.stage:N) where the mesh has any"
+            )
 
 
 def _submeshes(whole: Mesh, ranks: int) -> list[Mesh]:

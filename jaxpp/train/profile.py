@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpp import tree
-from jaxpp.parallel import Plan, bytes_per_device
-from jaxpp.pipeline import CutModel, Pipeline, cut_model, make_pipeline, make_places
+from jaxpp.parallel import bytes_per_device
+from jaxpp.pipeline import CutModel, Pipeline, balanced_cuts, cut_model, make_pipeline, make_places
 from jaxpp.pipeline.batch import microbatch_shapes
 from jaxpp.pipeline.timing import measure, time_transfer
 from jaxpp.schedule import Costs, Op, Schedule, StageCosts
@@ -27,6 +27,7 @@ from jaxpp.schedule.layer_costs import LayerCosts, ModelCosts, Transfer
 from jaxpp.schedule.table import singles
 from jaxpp.train.config import Run
 from jaxpp.train.optimizer import make_optimizer
+from jaxpp.train.program import cast_weights
 from jaxpp.train.session import check
 
 NUM_STAGES = 4
@@ -75,7 +76,8 @@ def profile(run: Run, repeats: int = 10) -> ModelCosts:
     ranks = run.plan.layout().mesh.shape.get("stage", 1)
     rows = _rows(run, ranks)
     sample, places = _sample(run, ranks), make_places(run.plan, ranks)
-    cut = cut_model(nnx.eval_shape(lambda: sample.build(nnx.Rngs(0))), sample.cuts, _prepare(run.plan))
+    prepare = partial(cast_weights, dtype=run.plan.dtype())
+    cut = cut_model(nnx.eval_shape(lambda: sample.build(nnx.Rngs(0))), sample.cuts, prepare)
     pipeline = make_pipeline(cut.stages, _table(ranks), places)
     params = pipeline.lay_out(_draw(sample, cut, run.train.seed))
     batch = _batch(run, rows * 2 * ranks)
@@ -132,17 +134,6 @@ def _sample(run: Run, ranks: int) -> _Sample:
             f"embedding and head, {LEAST_LAYERS} or more are needed"
         )
     return _Sample(model.build, count, (1, 1, 2, count - 4))
-
-
-def _prepare(plan: Plan) -> Callable[[Any], Any]:
-    """Return the cast to the dtype to compute in, which leaves weights that say ``wide`` as they are."""
-
-    def one(path: str, node: Any) -> Any:
-        value = node.get_value()
-        stays = node.get_metadata().get("wide", False) or not jnp.issubdtype(value.dtype, jnp.floating)
-        return value if stays else value.astype(plan.dtype())
-
-    return lambda params: tree.map_named(one, params)
 
 
 def _table(ranks: int) -> Schedule:
@@ -226,6 +217,20 @@ def _transfer(pipeline: Pipeline, batch: Any, repeats: int) -> tuple[Transfer, s
     latency = min(least, seconds)
     rate = num_bytes / (seconds - latency) if seconds > latency else math.inf
     return Transfer(num_bytes, rate, latency), how
+
+
+def advised_cuts(costs: ModelCosts, ranks: int) -> tuple[int, ...]:
+    """Return the cuts for one stage on each rank whose dearest stage is cheapest.
+
+    Raises:
+        ValueError: more ranks than layers.
+    """
+
+    def seconds(part: LayerCosts) -> float:
+        return part.forward_s + part.input_gradient_s + part.weight_gradient_s
+
+    layers = [seconds(part) for part in costs.layers for _ in range(part.repeat)]
+    return balanced_cuts(layers, ranks, seconds(costs.embedding), seconds(costs.head))
 
 
 def _state_per_weight(run: Run) -> float:

@@ -46,6 +46,17 @@ class TrainState:
     optimizer: Any
 
 
+def cast_weights(params: Any, dtype: Any) -> Any:
+    """Cast floating weights, but for those that say ``wide``."""
+
+    def one(path: str, node: Any) -> Any:
+        value = node.get_value()
+        stays = node.get_metadata().get("wide", False) or not jnp.issubdtype(value.dtype, jnp.floating)
+        return value if stays else value.astype(dtype)
+
+    return tree.map_named(one, params)
+
+
 def model_loss(model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
     """Return ``model.loss(batch)``, the default loss."""
     return model.loss(batch)
@@ -162,14 +173,7 @@ class Program:
 
     def in_compute_dtype(self, params: Any) -> Any:
         """Cast floating weights to the dtype to compute in, but for those that say ``wide`` (a router's)."""
-        dtype = self.plan.dtype()
-
-        def one(path: str, node: Any) -> Any:
-            value = node.get_value()
-            stays = node.get_metadata().get("wide", False) or not jnp.issubdtype(value.dtype, jnp.floating)
-            return value if stays else value.astype(dtype)
-
-        return tree.map_named(one, params)
+        return cast_weights(params, self.plan.dtype())
 
     def summed_loss(self, params: Any, other: Any, batch: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         """Return the loss sum, and beside it the weight sum and the model's other variables after the pass."""

@@ -69,3 +69,12 @@ def test_a_process_that_dies_ends_the_others_and_the_run_goes_on_bit_for_bit(mem
     assert "resumed from step " in told
     command.jaxpp(*launched(2, 1, *train), cwd=unkilled)
     assert command.losses(killed / "out") == command.losses(unkilled / "out")
+
+
+@pytest.mark.slow
+def test_ranks_that_share_processes_are_refused(tmp_path: Path) -> None:
+    command.write_run(tmp_path)
+    train = ("train", "run.yaml", "model.num_layers=4", "plan.mesh=stage:2 dcn.data:2", PIPELINE)
+    told = command.jaxpp(*launched(2, 2, *train), cwd=tmp_path, code=2).stderr
+    assert "ranks 0 and 1 of the pipeline both have devices of process 0 and of others" in told
+    assert "Traceback" not in told and not (tmp_path / "out").exists()

@@ -21,11 +21,11 @@ from jaxpp.pipeline import cut_model, make_pipeline, make_places
 from jaxpp.pipeline.timing import measure
 from jaxpp.schedule import Costs, StageCosts, build
 from jaxpp.schedule.costs_file import read_costs, write_costs
-from jaxpp.schedule.layer_costs import ModelCosts, Transfer, costs_of
+from jaxpp.schedule.layer_costs import LayerCosts, ModelCosts, Transfer, costs_of
 from jaxpp.train import Run
 from jaxpp.train import profile as profiles
 from jaxpp.train.optimizer import OptimizerConfig
-from jaxpp.train.profile import profile
+from jaxpp.train.profile import advised_cuts, profile
 
 MODEL = DecoderConfig(num_layers=3, embed_dim=16, num_heads=2, mlp_dim=32, vocab_size=64, max_positions=16)
 RUN = Run(
@@ -176,3 +176,9 @@ def test_a_batch_that_does_not_split_is_refused_before_anything_runs(monkeypatch
     run = replace(RUN, plan=replace(RUN.plan, microbatches=1, pipeline=PipelineConfig(microbatches=3)))
     with pytest.raises(ValueError, match=r"data.batch_size 8 does not split into 3 microbatches .*; 6 or 9 rows would"):
         profile(run)
+
+
+def test_cuts_that_balance_the_ranks_are_advised() -> None:
+    layer, head = LayerCosts(1.0, 1.0, 1.0), LayerCosts(2.0, 2.0, 2.0)
+    assert advised_cuts(ModelCosts((replace(layer, repeat=8),), head=head), 2) == (5, 3)
+    assert advised_cuts(ModelCosts((replace(layer, repeat=8),), embedding=head, head=head), 4) == (1, 3, 3, 1)
