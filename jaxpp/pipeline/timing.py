@@ -6,11 +6,12 @@ own, all ranks at once: cores, memory and links are shared, so that an operation
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +42,7 @@ def measure(
 
     Every rank runs an operation of the same kind at the same time as the others, as often as the longest of them takes
     for `repeats` samples; what counts is the median, of a stage that several ranks hold the mean of theirs. A transfer
-    is half of the way there and back, with nothing else under way. Bytes are those on one device. Kinds that the
+    is half of the way there and back, while all ranks run forward passes. Bytes are those on one device. Kinds that the
     schedule does not use cost nothing, a fused backward pass that it does not use as much as B and W.
 
     Args:
@@ -65,13 +66,14 @@ def measure(
     recorder = _record(pipeline, params, batch, key, recompute)
     found: dict[Name, float] = {name: float(value) for name, value in recorder.bytes.items()}
     found.update({name: statistics.median(samples) for name, samples in _samples(recorder, repeats)})
-    recorder.calls.clear()
     boundaries = range(executor.schedule.num_stages - 1)
     kinds = [recorder.operations[s, executor.schedule.placement[0][s]].y for s in boundaries]
-    for stage, kind in enumerate(kinds):
-        if ends := _ends(executor.schedule, stage):
-            source, goal = (executor.places[rank] for rank in ends)
-            found["T", stage, 0] = time_transfer(kind, source, goal, repeats)
+    with _busy(recorder):
+        for stage, kind in enumerate(kinds):
+            if ends := _ends(executor.schedule, stage):
+                source, goal = (executor.places[rank] for rank in ends)
+                found["T", stage, 0] = time_transfer(kind, source, goal, repeats)
+    recorder.calls.clear()
     names = [(what, *pair) for what in (*KINDS, "held", "kept") for pair in executor.held]
     told = exchange(found, [*names, *(("T", stage, 0) for stage in boundaries)])
     stages = tuple(_stage_costs(executor, stage, told) for stage in range(executor.schedule.num_stages))
@@ -151,6 +153,32 @@ class _Team:
         runtime.barrier("operations")
         found = {rank: self.pool.submit(call.samples, count, self.start) for rank, (call, count) in calls.items()}
         return {rank: one.result() for rank, one in found.items()}
+
+
+@contextlib.contextmanager
+def _busy(recorder: Recorder) -> Iterator[None]:
+    """Let every rank of this process run forward passes, one after the other, inside of a ``with`` block.
+
+    Those that wait for other processes, in a collective, do not run: these may run another number of them.
+    """
+    places, calls = recorder.executor.places, {}
+    for (kind, _, rank), call in recorder.calls.items():
+        if kind == "F" and places[rank].processes == {jax.process_index()}:
+            calls.setdefault(rank, call)
+    stop = threading.Event()
+
+    def work(call: Call) -> None:
+        while not stop.is_set():
+            call.samples(1)
+
+    with ThreadPoolExecutor(max(len(calls), 1)) as pool:
+        running = [pool.submit(work, call) for call in calls.values()]
+        try:
+            yield
+        finally:
+            stop.set()
+    for one in running:
+        one.result()
 
 
 def _rounds(schedule: Schedule, recompute: bool) -> list[list[Name]]:

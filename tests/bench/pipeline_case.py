@@ -31,7 +31,7 @@ class Case:
 
     width: int = 512
     hidden: int = 1024
-    rows: int = 256
+    rows: int = 512
     num_layers: int = 4
     num_microbatches: int = 8
 

@@ -137,7 +137,7 @@ class Rank:
     def simulated(self, schedule: str) -> dict[str, float]:
         """Measure what operations and transfers cost while all ranks work; simulate a step of that."""
         pipeline, params = self.pipeline(schedule)
-        costs = measure(pipeline, params, self.batch)
+        costs = measure(pipeline, params, self.batch, repeats=6)
         timeline = simulate(pipeline.executor.schedule, costs)
         return {"simulated": timeline.makespan_s, "bound": max(timeline.busy_s) / timeline.makespan_s}
 

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 TOY = Case(width=16, hidden=32, rows=8, num_microbatches=4)
 WANTED = {"ratio": 1.10, "share": 1.2}  # measured over simulated at most, our share over torch's at least
 TOLERANCE = 1e-4  # of the loss and the squared gradient norm between both, relative
+THREADS = "2"  # of ours: one for operations, one for transfers; no collective takes one here (see `jaxpp.runtime`)
 TIMEOUT_S = 120.0  # of one answer, compilation included
 HEAD = (
     "schedule", "simulated", "measured", "ratio", "ceiling", "share", "bound", "torch", "its ceiling", "its share",
@@ -40,7 +41,7 @@ HEAD = (
 )  # fmt: skip
 TITLE = """A step of {case}
     two processes on one core each; ms; a step is forward, backward and summed gradients of a whole batch, from the
-    first start to the last end, after a barrier; medians over {rounds} rounds
+    first start to the last end, after a barrier; each number is the median of {rounds} rounds', ratios too
     simulated: the schedule's makespan with the costs measured in the same round while both processes work
     ratio: measured / simulated, wanted {ratio} at most
     ceiling: two unconnected processes, at the same time, run the operations of one rank each back to back
@@ -65,7 +66,7 @@ class Pair:
         self.processes, self.errors = [], [tempfile.TemporaryFile("w+") for _ in range(RANKS)]
         for rank, core in enumerate(cores()):
             kept = {k: v for k, v in os.environ.items() if k not in ("JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS")}
-            environment = {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+            environment = {"NPROC": THREADS, **kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
             if connected:
                 environment |= {
                     "JAXPP_COORDINATOR_ADDRESS": address, "JAXPP_NUM_PROCESSES": str(RANKS),
@@ -194,7 +195,6 @@ class Bench:
         told = connected.ask(question="step", schedule=name, count=steps)
         found = {**simulated, "measured": step_s(told)}
         found["ceiling"] = ceiling_s(alone.ask(question="alone", schedule=name, seconds=seconds))
-        found |= {"ratio": found["measured"] / found["simulated"], "share": found["ceiling"] / found["measured"]}
         if self.torch:
             connected, alone = self.torch
             theirs = connected.ask(question="step", schedule=name, count=steps)
@@ -202,9 +202,16 @@ class Bench:
             found["torch"] = step_s(theirs)
             question = {"question": "alone", "schedule": name, "seconds": seconds, "orders": orders}
             found["torch ceiling"] = ceiling_s(alone.ask(**question))
-            found["torch share"] = found["torch ceiling"] / found["torch"]
-            found["shares"] = found["share"] / found["torch share"]
-        return found
+        return found | ratios(found)
+
+
+def ratios(found: Mapping[str, float]) -> dict[str, float]:
+    """Return what the times of a schedule are to each other."""
+    made = {"ratio": found["measured"] / found["simulated"], "share": found["ceiling"] / found["measured"]}
+    if "torch" in found:
+        made["torch share"] = found["torch ceiling"] / found["torch"]
+        made["shares"] = made["share"] / made["torch share"]
+    return made
 
 
 def check_agreement(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
@@ -240,11 +247,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--torch", help="a Python that has torch; without it, ours alone")
     parser.add_argument("--only", choices=CHUNKS, action="append", help="one schedule (may be repeated)")
     parser.add_argument("--microbatches", type=int, default=8, help="in a batch")
-    parser.add_argument("--rounds", type=int, default=5, help="of all measurements of a schedule; medians are shown")
+    parser.add_argument("--rounds", type=int, default=9, help="of all measurements of a schedule")
     parser.add_argument("--toy", action="store_true", help="tiny, one round: to see that it runs, not to quote")
     options = parser.parse_args(arguments)
     case = TOY if options.toy else Case(num_microbatches=options.microbatches)
-    rounds, steps, seconds = (1, 2, 0.05) if options.toy else (options.rounds, 6, 1.5)
+    rounds, steps, seconds = (1, 2, 0.05) if options.toy else (options.rounds, 3, 0.5)
     versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib"))
     torch = f"torch {_version(options.torch)}" if options.torch else "no torch"
     print(f"device   CPU, cores {', '.join(map(str, cores()))}, {platform.machine()} {platform.system()}")

@@ -55,6 +55,7 @@ def run_in_processes(directory: Path, num: int, devices: int, cases: list[tuple[
                 assert found == pytest.approx(wanted, rel=2e-6), f"{name} on {mesh}, process {rank}"
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     run_in_processes(tmp_path, 2, 1, [("zb-v", "stage:2", 2)])
 

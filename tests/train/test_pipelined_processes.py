@@ -78,3 +78,12 @@ def test_ranks_that_share_processes_are_refused(tmp_path: Path) -> None:
     told = command.jaxpp(*launched(2, 2, *train), cwd=tmp_path, code=2).stderr
     assert "ranks 0 and 1 of the pipeline both have devices of process 0 and of others" in told
     assert "Traceback" not in told and not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_ranks_of_several_processes_give_the_losses_of_one(tmp_path: Path) -> None:
+    train = (*TRAIN, "plan.mesh=stage:2 data:2", PIPELINE, "train.num_steps=5")
+    for name, processes in (("one", 1), ("four", 4)):
+        command.write_run(tmp_path / name)
+        command.jaxpp(*launched(processes, 4 // processes, *train), cwd=tmp_path / name)
+    alike(tmp_path / "four" / "out", tmp_path / "one" / "out")
