@@ -157,6 +157,7 @@ def test_profile_prints_and_writes(tmp_path: Path, asked: list, capsys: pytest.C
         "",
         "F : B : W = 1 : 1.50 : 0.50 of a layer",
         "transfer of 32.0 KiB: 40.5 us (latency 10 us, then 1.00 GiB/s) from rank 0 to rank 1",
+        "one stage on each of 2 ranks: plan.pipeline.cuts=[2, 2] balances them",
         f"written to {out}; jaxpp schedule compare --ranks 2 --microbatches 4 --costs {out} reads it",
     ]
     written = read_costs(out)
