@@ -54,9 +54,17 @@ def oracle(config: DecoderConfig):
     ("config", "plan"),
     [
         (CONFIG, Plan("stage:2 data:2 tensor:2")),
-        (CONFIG, Plan("stage:4 data:2", remat="full", pipeline=PipelineConfig(microbatches=8))),
+        pytest.param(
+            CONFIG,
+            Plan("stage:4 data:2", remat="full", pipeline=PipelineConfig(microbatches=8)),
+            marks=pytest.mark.slow,
+        ),
         (CONFIG, Plan("stage:2 fsdp:4", remat="dots", pipeline=CIRCULAR)),
-        (CONFIG, Plan("stage:2 data:4", microbatches=2, pipeline=PipelineConfig(microbatches=2))),
+        pytest.param(
+            CONFIG,
+            Plan("stage:2 data:4", microbatches=2, pipeline=PipelineConfig(microbatches=2)),
+            marks=pytest.mark.slow,
+        ),
         (
             CONFIG,
             Plan(
@@ -68,7 +76,7 @@ def oracle(config: DecoderConfig):
         ),
         (MIXED, Plan("stage:2 data:4", pipeline=CIRCULAR)),
         (MIXED, Plan("stage:2 data:2 tensor:2", microbatches=2, pipeline=PipelineConfig("zb-h1", 1, 4, "spmd"))),
-        (MIXED, Plan("stage:4 tensor:2", pipeline=PipelineConfig(microbatches=8))),
+        pytest.param(MIXED, Plan("stage:4 tensor:2", pipeline=PipelineConfig(microbatches=8)), marks=pytest.mark.slow),
     ],
     ids=lambda x: f"{x.mesh} {x.pipeline.schedule}" if isinstance(x, Plan) else "mixed" if x is MIXED else "plain",
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxpp.pipeline import Pipeline, make_pipeline
+from jaxpp.pipeline import Pipeline, make_pipeline, make_places
 from jaxpp.pipeline.mpmd import Walk
 from jaxpp.pipeline.timing import measure
 from jaxpp.schedule import Costs, build, simulate
@@ -89,8 +89,10 @@ def test_the_simulated_peak_is_what_the_executor_holds(name: str, monkeypatch: p
 
 
 def test_nothing_is_compiled_twice() -> None:
-    _costs("1f1b")
-    operations = [one for place in functions.places(2) for one in place.memo.values()]
+    table, places = build("1f1b", 2, 4), make_places("stage:2", 2, jax.devices()[:2])  # nobody else's
+    made = make_pipeline(functions.stages(2), table, places)
+    measure(made, made.lay_out([params for _, params in functions.stages(2)]), functions.batch(8), repeats=1)
+    operations = [one for place in places for one in place.memo.values()]
     jitted = [own.call for one in operations for kind in ("forward", "fused") if (own := vars(one).get(kind))]
     assert jitted and all(call._cache_size() == 1 for call in jitted)
 

@@ -31,6 +31,7 @@ def alike(out: Path, alone: Path) -> None:
         assert found[step] == pytest.approx(values, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_two_processes_with_collectives_inside_give_the_losses_of_one(tmp_path: Path) -> None:
     train = (*TRAIN, "plan.mesh=stage:2 tensor:2", PIPELINE, "train.num_steps=5")
     for name, processes in (("one", 1), ("two", 2)):

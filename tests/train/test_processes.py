@@ -77,6 +77,7 @@ def test_a_signal_to_the_launcher_saves_on_all(tmp_path: Path) -> None:
     assert command.steps(out) == [step]
 
 
+@pytest.mark.slow  # stages that die so are in test_pipelined_processes.py
 def test_a_process_that_dies_ends_all_with_a_message(tmp_path: Path) -> None:
     command.write_run(tmp_path)
     out = tmp_path / "out"
