@@ -89,19 +89,22 @@ class PipelineProgram:
         return self._begin(self.whole.copies_of(model)[0])
 
     def _begin(self, params: Any) -> PipelineState:
-        return self.trainer.init(deal(self.pipeline, self.cut, params, [stage.params for stage in self.cut.stages]))
+        return self.trainer.init(self._dealt(params))
+
+    def _dealt(self, params: Any) -> tuple[Any, ...]:
+        return deal(self.pipeline, self.cut, params, [stage.params for stage in self.cut.stages])
 
     def from_saved(self, state: TrainState) -> PipelineState:
         """Cut a whole state, as `abstract_state` describes it, into stages; it is used up."""
-        params = deal(self.pipeline, self.cut, state.params, [stage.params for stage in self.cut.stages])
         optimizer = deal(self.pipeline, self.cut, state.optimizer, self.trainer.abstract_optimizer)
-        return PipelineState(int(np.asarray(state.step.addressable_data(0))), params, optimizer)
+        return PipelineState(int(np.asarray(state.step.addressable_data(0))), self._dealt(state.params), optimizer)
 
     def to_save(self, state: PipelineState) -> TrainState:
         """Return the whole state as `abstract_state` describes it; the next step uses up what it shares with `state`.
 
         Cost: none where the ranks hold equal runs of layers in order (GPipe, 1F1B, zero bubble, without uneven cuts),
-            but for embedding, head and norms, which each rank is sent; else each rank is sent its share of the layers.
+            but for embedding, head and norms, which each rank is sent; else each rank is sent its share of the layers,
+            or all of them where they do not divide over the ranks.
         """
         goal = self.abstract_state
         return TrainState(
@@ -128,8 +131,7 @@ class PipelineProgram:
 
     def loss_and_gradients(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
         """Return mean loss and gradients of a whole state (see `from_saved`), without an update."""
-        parts = deal(self.pipeline, self.cut, state.params, [stage.params for stage in self.cut.stages])
-        sums = self.pipeline.sums(parts, batch)
+        sums = self.pipeline.sums(self._dealt(state.params), batch)
         means = mean_gradients(self.pipeline, sums)
         gradients = [
             jax.tree.unflatten(jax.tree.structure(one), [g for g in own if g is not None])
