@@ -1,0 +1,1 @@
+"""Growth: a checkpoint into a larger model that computes the same function."""
