@@ -229,7 +229,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         entries = self._entries(self._opened(step), "")
         return {k: jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for k, v in entries.items()}
 
-    def restore(self, step: int, like: Any, *, prefix: str = "") -> Any:
+    def restore(self, step: int, like: Any, *, prefix: str = "", partial: bool = False) -> Any:
         """Restore `step` onto the shardings of `like`, to the bits that were saved.
 
         Waits for a save in progress. Each device gets its own slices: no array is ever whole on one
@@ -239,6 +239,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             step: a complete step.
             like: pytree of ``jax.ShapeDtypeStruct`` with ``sharding``, on any mesh and processes.
             prefix: restore only the subtree of this name, e.g. ``"params"``; `like` is that one.
+            partial: `like` may lack some of the arrays.
 
         Returns:
             The structure of `like` with ``jax.Array`` leaves on exactly its shardings.
@@ -252,7 +253,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         wanted = {name: leaves.as_stored(leaf) for name, leaf in targets.items()}
         leaves.check_shardings(wanted)
         directory = self._opened(step)
-        entries = self._fitting(directory, wanted, prefix)
+        entries = self._fitting(directory, wanted, prefix, partial)
         arrays = self._read(directory, entries, ocp.checkpoint_utils.construct_restore_args(wanted))
         restored = [leaves.as_wanted(arrays[name], leaf) for name, leaf in targets.items()]
         return jax.tree.unflatten(jax.tree.structure(like), restored)
@@ -277,8 +278,12 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self.wait()
         return files.intact(self.directory, step)
 
-    def _fitting(self, directory: epath.Path, wanted: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    def _fitting(
+        self, directory: epath.Path, wanted: Mapping[str, Any], prefix: str, partial: bool = False
+    ) -> dict[str, Any]:
         entries = self._entries(directory, prefix)
+        if partial:
+            entries = {name: entry for name, entry in entries.items() if name in wanted}
         if lines := differences(entries, wanted):
             count = f"{len(lines)} differences: {files.listed(lines)}"
             raise ValueError(f"checkpoint {directory} does not fit, {count}")

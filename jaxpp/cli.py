@@ -1,4 +1,4 @@
-"""The command line: ``jaxpp train | inspect | convert | eval | generate | verify | schedule | launch | doctor``.
+"""The command line: ``jaxpp train | inspect | convert | grow | eval | generate | verify | schedule | launch | doctor``.
 
 Exit codes: 0 done, 2 the user's mistake (one line on stderr), 1 ours.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxpp import commands, runtime, schedule_commands
+from jaxpp import commands, grow_commands, runtime, schedule_commands
 
 OVERRIDES = "settings such as train.num_steps=20 plan.mesh='data:2 tensor:4' (--key value works too)"
 
@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_loading(one)
     one = _add(names, "verify", commands.verify)
     one.add_argument("path", metavar="RUN.yaml|CHECKPOINT")
+    _add_loading(grow_commands.add_parser(names))
     schedule_commands.add_parser(names)
     one = _add(names, "launch", commands.launch)
     one.add_argument("--processes", type=int, required=True)

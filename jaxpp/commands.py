@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from jaxpp.serve.perplexity import Score
 
 
-def _open(arguments: argparse.Namespace) -> Checkpoint:
+def opened(arguments: argparse.Namespace) -> Checkpoint:
+    """Open the checkpoint that is named, and print what the user should know of it."""
     from jaxpp.pretrained import open_checkpoint
 
     checkpoint = open_checkpoint(arguments.path, frozenset(filter(None, arguments.accept.split(","))))
@@ -27,7 +28,7 @@ def _open(arguments: argparse.Namespace) -> Checkpoint:
 
 
 @contextlib.contextmanager
-def _bar(words: str) -> Iterator[Callable[[int, int], None]]:
+def bar(words: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar in bytes on a terminal; ``advance(bytes, total)`` moves it."""
     if not sys.stderr.isatty() or not runtime.is_main():
         yield lambda num_bytes, total: None
@@ -47,7 +48,7 @@ def _load(arguments: argparse.Namespace, checkpoint: Checkpoint):
 
     runtime.prepare(arguments.cpu_devices)
     total = stored_bytes(checkpoint)
-    with _bar("reading") as advance:
+    with bar("reading") as advance:
         return load(
             checkpoint, arguments.mesh, dtype=arguments.dtype or None, progress=lambda count: advance(count, total)
         )
@@ -87,7 +88,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     from jaxpp.describe import describe
 
     refuse_overrides(arguments)
-    checkpoint = _open(arguments)
+    checkpoint = opened(arguments)
     runtime.prepare(arguments.cpu_devices)
     print(describe(checkpoint, arguments.mesh))
     return 0
@@ -111,7 +112,7 @@ def generate(arguments: argparse.Namespace) -> int:
     from jaxpp.serve.sample import prompt_ids, sample
 
     refuse_overrides(arguments)
-    checkpoint = _open(arguments)
+    checkpoint = opened(arguments)
     prompt_ids(checkpoint.tokenizer(), arguments.prompt, arguments.chat)  # before weights are read, which takes a while
     pieces = sample(
         _load(arguments, checkpoint), arguments.prompt, chat=arguments.chat, max_new_tokens=arguments.max_new_tokens,
@@ -131,7 +132,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from jaxpp.serve.sample import required
 
     refuse_overrides(arguments)
-    checkpoint, most = _open(arguments), arguments.max_documents
+    checkpoint, most = opened(arguments), arguments.max_documents
     tokenizer = required(checkpoint.tokenizer())
     windows = windows_for(checkpoint.config, arguments.window, arguments.stride, arguments.batch_size)
     check_windows(windows, checkpoint.config)
@@ -164,12 +165,12 @@ def convert(arguments: argparse.Namespace) -> int:
     from jaxpp.pretrained import stored_bytes
 
     refuse_overrides(arguments)
-    checkpoint = _open(arguments)
+    checkpoint = opened(arguments)
     runtime.prepare(arguments.cpu_devices)
     to = arguments.to or ("hf" if checkpoint.format == "orbax" else "orbax")
     dtype = check_dtype(arguments.dtype) if arguments.dtype else ""
     total = stored_bytes(checkpoint) + stored_bytes(checkpoint, dtype)
-    with _bar(f"to {to}") as advance:
+    with bar(f"to {to}") as advance:
         convert(
             checkpoint, arguments.target, to, mesh=arguments.mesh, dtype=dtype or None,
             family=arguments.family, max_file_bytes=arguments.max_file_gb * 1e9, overwrite=arguments.overwrite,

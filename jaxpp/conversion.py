@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +17,7 @@ from flax import nnx
 
 from jaxpp import dims, runtime, tree
 from jaxpp.checkpoint import Checkpoints
-from jaxpp.convert.export import write_safetensors
+from jaxpp.convert.export import Make, write_safetensors
 from jaxpp.data import Tokenizer
 from jaxpp.data.published import TEXTS
 from jaxpp.documents import attributes_to_write, beside_ours, beside_published, family_to_write
@@ -163,7 +164,11 @@ def save(
     texts = dict(loaded.texts) if loaded else {}
     check_target(target, format, overwrite)
     params = nnx.split(model, nnx.Param, ...)[1]
-    _write(params, model.config, texts, target, format, family, max_file_bytes, progress)
+    if format == "orbax":
+        _write_ours(params, model.config, texts, target, progress)
+    else:
+        params, config = cut_off(params, model.config)
+        _write_published(params, config, texts, target, family, max_file_bytes, progress)
 
 
 def convert(
@@ -181,6 +186,8 @@ def convert(
     writing: Progress | None = None,
 ) -> None:
     """Turn a checkpoint of any format into another, through the shards of a mesh.
+
+    To ``hf`` the weights go one by one, so that none but the largest need fit at a time.
 
     Args:
         source: as `load` takes.
@@ -204,8 +211,18 @@ def convert(
         family = family_to_write(checkpoint.config, checkpoint.texts, family).model_type
     layout = Plan(mesh=mesh).layout(named_devices(mesh))
     wanted = like(checkpoint, layout, jnp.dtype(check_dtype(dtype)) if dtype else None)
-    params = checkpoint.read(wanted, reading)
-    _write(params, filled_up(checkpoint.config, layout), checkpoint.texts, target, to, family, max_file_bytes, writing)
+    config = filled_up(checkpoint.config, layout)
+    if to == "orbax":
+        _write_ours(checkpoint.read(wanted, reading), config, checkpoint.texts, target, writing)
+        return
+    nodes = tree.named_nodes(wanted)
+
+    def make(paths: Sequence[str]) -> Mapping[str, jax.Array]:
+        some = checkpoint.read({path: nodes[path] for path in paths}, reading)
+        return tree.named_leaves(cut_off(some, config)[0])
+
+    params, config = _without_filling(wanted, config)
+    _write_published(params, config, checkpoint.texts, target, family, max_file_bytes, writing, make)
 
 
 def check_target(target: str | Path, to: str, overwrite: bool, source: Any = None) -> None:
@@ -237,29 +254,43 @@ def check_target(target: str | Path, to: str, overwrite: bool, source: Any = Non
         raise ValueError(f"{path} holds a checkpoint already ({held[0].name}); overwrite it with --overwrite")
 
 
-def _write(
+def _without_filling(wanted: Any, config: ModelConfig) -> tuple[Any, ModelConfig]:
+    """Return abstract weights, and their config, without the rows that stand for no token."""
+    if isinstance(config, DecoderConfig):
+        config = dataclasses.replace(config, vocab_rows=0)
+    dtypes = {path: leaf.dtype for path, leaf in tree.named_leaves(wanted).items()}
+    params = abstract_params(config)
+    return tree.map_named(lambda path, node: jax.ShapeDtypeStruct(node.shape, dtypes[path]), params), config
+
+
+def _write_ours(
+    params: Any, config: ModelConfig, texts: Mapping[str, str], target: str | Path, progress: Progress | None
+) -> None:
+    params, config = cut_off(params, config)
+    with Checkpoints(Path(target).expanduser(), asynchronous=False) as checkpoints:
+        checkpoints.save(0, {"params": params}, beside_ours(config, texts), overwrite=0 in checkpoints.steps())
+    if progress:
+        progress(tree.total_bytes(params))
+
+
+def _write_published(
     params: Any,
     config: ModelConfig,
     texts: Mapping[str, str],
     target: str | Path,
-    to: Format,
     family: str,
     max_file_bytes: float,
     progress: Progress | None,
+    make: Make | None = None,
 ) -> None:
-    params, config = cut_off(params, config)
-    if to == "orbax":
-        with Checkpoints(Path(target).expanduser(), asynchronous=False) as checkpoints:
-            checkpoints.save(0, {"params": params}, beside_ours(config, texts), overwrite=0 in checkpoints.steps())
-        if progress:
-            progress(tree.total_bytes(params))
-        return
+    """Write weights, or abstract ones that `make` makes, and the documents beside them."""
     path = Path(target).expanduser()
     chosen = family_to_write(config, texts, family)
     assert isinstance(config, DecoderConfig)
     documents = beside_published(texts)
     attributes = attributes_to_write(config, {**texts, **documents}, chosen.model_type, params)
-    write_safetensors(path, chosen.tensors(config), params, max_file_bytes=max_file_bytes, progress=progress)
+    parts = chosen.tensors(config)
+    write_safetensors(path, parts, params, make=make, max_file_bytes=max_file_bytes, progress=progress)
     if runtime.is_main():
         for name in TEXTS:  # of a checkpoint that was replaced
             (path / name).unlink(missing_ok=True)

@@ -79,9 +79,12 @@ class Checkpoint(Protocol):
         ...
 
     def read(self, like: Any, progress: Progress | None = None) -> Any:
-        """Read the weights onto the shardings and into the dtypes of `like`, an abstract ``nnx.State`` of Params.
+        """Read weights onto the shardings and into the dtypes of `like`.
 
-        Tables of `like` may have more rows than the checkpoint's; these are zero.
+        Args:
+            like: abstract ``nnx.State`` of all Params, or path to Param for some. Its tables may have more rows than
+                the checkpoint's; these are zero.
+            progress: called with the bytes read since the last call.
         """
         ...
 
@@ -129,10 +132,12 @@ class Published:
 
     def read(self, like: Any, progress: Progress | None = None) -> Any:
         """Read the weights; see `Checkpoint.read`."""
-        parts = self.family.tensors(self.config)
+        wanted, parts = tree.named_nodes(like), self.family.tensors(self.config)
+        some = {path: forms for path, forms in parts.items() if path in wanted}
+        ignored = self.ignored if len(some) == len(parts) else (r"",)  # the rest was checked when it was opened
 
         def read(like: Any) -> Any:
-            return load_onto(self.files, parts, like, ignored=self.ignored, progress=progress)
+            return load_onto(self.files, some, like, ignored=ignored, progress=progress)
 
         return read_filled(read, like, self.config.table_rows)
 
@@ -178,13 +183,16 @@ class Saved:
         """Read the weights; see `Checkpoint.read`. Progress comes in one piece."""
 
         def read(like: Any) -> Any:
-            found = self.checkpoints.restore(self.source.step, _cast(like, self.dtypes), prefix="params")
+            some = len(tree.named_nodes(like)) < len(self.dtypes)
+            stored = _cast(like, self.dtypes)
+            found = self.checkpoints.restore(self.source.step, stored, prefix="params", partial=some)
             return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), found, like)
 
         rows = self.config.table_rows if isinstance(self.config, DecoderConfig) else self.config.vocab_size
         found = read_filled(read, like, rows)
         if progress:
-            progress(stored_bytes(self))
+            paths = tree.named_nodes(like)
+            progress(sum(tree.num_bytes(leaf) for path, leaf in self._contents.items() if path in paths))
         return found
 
 

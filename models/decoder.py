@@ -168,9 +168,10 @@ class Decoder(nnx.Module):
         return in_use(self.tokens.table).T if self.head is None else in_use(self.head.kernel)
 
     def logits(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
-        """Return the logits of the next token, fp32."""
+        """Return the logits of the next token, fp32 (fp64 of fp64 weights)."""
         x = constrain(self.final_norm(x), "batch seq embed")
-        logits = constrain(x @ self.head_weight().astype(x.dtype), "batch seq vocab").astype(jnp.float32)
+        logits = constrain(x @ self.head_weight().astype(x.dtype), "batch seq vocab")
+        logits = logits.astype(jnp.promote_types(x.dtype, jnp.float32))
         return real_only(soft_capped(logits, self.config.logit_soft_cap), self.config.vocab_size)
 
     def __call__(

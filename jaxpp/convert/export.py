@@ -1,4 +1,4 @@
-"""Weights out to safetensors files, tensor by tensor.
+"""Weights out to safetensors files, tensor by tensor, made as they are written if need be.
 
 Nothing half-written looks complete: files are written under temporary names, and take their own, with the index last,
 once all are whole.
@@ -7,6 +7,7 @@ once all are whole.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -14,17 +15,20 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 import numpy as np
 
 from jaxpp import tree
 from jaxpp.convert.gather import agree, shards_of
-from jaxpp.convert.places import Parts, Weight, listed, weights
+from jaxpp.convert.places import Parts, Weight, listed, together, weights
 from jaxpp.convert.regions import Region, size
 from jaxpp.convert.safetensors import DTYPES, INDEX, SINGLE
 from jaxpp.convert.transpose import copy_into
+
+Make = Callable[[Sequence[str]], Mapping[str, jax.Array]]
+"""Paths of weights to the weights."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _PARTIAL = ".partial"
@@ -45,11 +49,20 @@ class _Tensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor begins in a file."""
+
+    file: BinaryIO
+    start: int
+
+
 def write_safetensors(
     directory: str | os.PathLike[str],
     parts: Parts,
     params: Any,
     *,
+    make: Make | None = None,
     dtype: Any = None,
     max_file_bytes: float = 5e9,
     metadata: Mapping[str, str] | None = None,
@@ -63,7 +76,8 @@ def write_safetensors(
         directory: made if missing. Weights that lie there are replaced when the new ones are whole; if the write
             fails, they are as they were.
         parts: path of each weight to where it lies; the first form is written.
-        params: ``nnx.State`` of arrays with arrows, on any shardings.
+        params: ``nnx.State`` of arrays with arrows, on any shardings; or abstract, where `make` makes them.
+        make: makes some weights, given their paths; called for all in turn, in groups that share tensors.
         dtype: of all tensors; None: each weight's own.
         max_file_bytes: tensors are spread over files of at most this size; a larger tensor has a file of its own.
         metadata: texts of each file's header; ``{"format": "pt"}`` if None, which transformers asks for.
@@ -74,22 +88,17 @@ def write_safetensors(
 
     Raises:
         ValueError: the parts do not fit the weights, a tensor would have a hole, or the dtype is unknown.
-        OSError: the directory cannot be written, or is full.
+        OSError: the directory cannot be written, or has too little room, which is tried before a weight is made.
 
-    Cost: host memory: one tensor of the files, and one slice of a weight on its way there; on the wire, what the first
-        process does not hold itself.
+    Cost: host memory: one tensor of the files, and one slice of a weight on its way there; with `make`, the weights of
+        one group; on the wire, what the first process does not hold itself.
     """
     if not max_file_bytes > 0:
         raise ValueError(f"max_file_bytes = {max_file_bytes}: more than 0 are needed, e.g. 5e9")
-    tensors = _tensors(parts, params, dtype)
-    files = _spread(tensors, max_file_bytes)
-    arrays, target = tree.named_leaves(params), Path(directory)
-    error = _made(target) if jax.process_index() == 0 else None
-    for name, members in files.items():
-        if not agree(error is None):
-            break
-        path = target / (name + _PARTIAL)
-        error = _write_file(path, members, arrays, metadata or {"format": "pt"}, progress or (lambda num_bytes: None))
+    tensors, leaves = _tensors(parts, params, dtype), tree.named_leaves(params)
+    files, target = _spread(tensors, max_file_bytes), Path(directory)
+    make = make or (lambda paths: {path: leaves[path] for path in paths})
+    error = _write(target, files, together(weights(parts, params)), make, metadata or {"format": "pt"}, progress)
     if jax.process_index() == 0 and error is None:
         error = _put_in_place(target, files)
     ok = agree(error is None)
@@ -99,6 +108,83 @@ def write_safetensors(
     if not ok:
         raise OSError(f"{target} was not written by the first process; its message says why")
     return [*files, INDEX] if len(files) > 1 else list(files)
+
+
+def _write(
+    target: Path,
+    files: Mapping[str, Sequence[_Tensor]],
+    groups: Iterable[Sequence[Weight]],
+    make: Make,
+    metadata: Mapping[str, str],
+    progress: Callable[[int], None] | None,
+) -> OSError | None:
+    """Write all files under temporary names, group by group; only the first process does, from what all send."""
+    with contextlib.ExitStack() as stack:
+        places, error = dict[str, _Place](), None
+        if jax.process_index() == 0:
+            try:
+                places = _open_files(target, files, metadata, stack)
+            except OSError as found:
+                error = found
+        tensors = {tensor.name: tensor for members in files.values() for tensor in members}
+        for group in groups:
+            if not agree(error is None):
+                return error
+            made = make([weight.path for weight in group])
+            names = dict.fromkeys(name for weight in group for name, _ in weight.tensors())
+            for name in names:
+                whole = _assembled(tensors[name], made)
+                try:
+                    _put(whole, places.get(name))
+                except OSError as found:  # the others are told before the next group
+                    error, places = found, {}
+                if progress and places:
+                    progress(tensors[name].num_bytes)
+        try:
+            for file in {id(place.file): place.file for place in places.values()}.values():
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as found:
+            error = found
+    return error
+
+
+def _open_files(
+    target: Path, files: Mapping[str, Sequence[_Tensor]], metadata: Mapping[str, str], stack: contextlib.ExitStack
+) -> dict[str, _Place]:
+    """Make the files at their full size, headers written, and say where each tensor goes."""
+    target.mkdir(parents=True, exist_ok=True)
+    places = {}
+    for name, members in files.items():
+        file = stack.enter_context((target / (name + _PARTIAL)).open("wb"))
+        start = file.write(_header(members, metadata))
+        for tensor in members:
+            places[tensor.name] = _Place(file, start)
+            start += tensor.num_bytes
+        file.flush()
+        _reserve(file.fileno(), start)
+    return places
+
+
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    """Ask for room on the disk, where its file system lets one ask.
+
+    Raises:
+        OSError: there is too little.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+
+
+def _put(whole: np.ndarray, place: _Place | None) -> None:
+    if place is not None:
+        place.file.seek(place.start)
+        place.file.write(whole.reshape(-1).view(np.uint8).data)
 
 
 def _clean(directory: Path, files: Iterable[str]) -> None:
@@ -156,39 +242,6 @@ def _spread(tensors: Sequence[_Tensor], max_bytes: float) -> dict[str, list[_Ten
     if len(groups) == 1:
         return {SINGLE: groups[0]}
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
-
-
-def _made(directory: Path) -> OSError | None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return error
-    return None
-
-
-def _write_file(
-    path: Path,
-    tensors: Sequence[_Tensor],
-    arrays: Mapping[str, jax.Array],
-    metadata: Mapping[str, str],
-    progress: Callable[[int], None],
-) -> OSError | None:
-    """Write one file; only the first process does, from what all send."""
-    rest, error = iter(tensors), None
-    if jax.process_index() == 0:
-        try:
-            with path.open("wb") as file:
-                file.write(_header(tensors, metadata))
-                for tensor in rest:
-                    file.write(_assembled(tensor, arrays).reshape(-1).view(np.uint8).data)
-                    progress(tensor.num_bytes)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as found:
-            error = found
-    for tensor in rest:  # after an error, too: the others would wait for ever
-        _assembled(tensor, arrays)
-    return error
 
 
 def _header(tensors: Sequence[_Tensor], metadata: Mapping[str, str]) -> bytes:

@@ -111,6 +111,21 @@ def _best(path: str, node: Any, forms: Sequence[Part], files: Collection[str]) -
     return min(candidates, key=lambda weight: sum(name not in files for name, _ in weight.tensors()))
 
 
+def together(chosen: Sequence[Weight]) -> Iterator[list[Weight]]:
+    """Yield the weights that lie in the same tensors together, so that each tensor is read or written once."""
+    owner: dict[str, list[Weight]] = {}
+    found: list[list[Weight]] = []
+    for weight in chosen:
+        names = [name for name, _ in weight.tensors()]
+        group = next((owner[name] for name in names if name in owner), None)
+        if group is None:
+            group = []
+            found.append(group)
+        group.append(weight)
+        owner |= dict.fromkeys(names, group)
+    yield from found
+
+
 def check(files: TensorFiles, parts: Parts, like: Any, ignored: Sequence[str] = ()) -> list[str]:
     """Refuse files that do not hold exactly the weights of a model, with all that is wrong in one message.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxpp import tree
-from jaxpp.convert.places import Parts, Weight, check, listed, weights
+from jaxpp.convert.places import Parts, Weight, check, listed, together, weights
 from jaxpp.convert.regions import Region, distinct, inside, size
 from jaxpp.convert.tensors import TensorFiles
 from jaxpp.convert.transpose import copy_into, pieces
@@ -79,7 +79,7 @@ def load_onto(
     reader = _Reader(files, progress or (lambda num_bytes: None))
     loaded: dict[str, jax.Array] = {}
     with ThreadPoolExecutor(_num_threads()) as pool:
-        for group in _groups(weights(parts, like, files.names())):
+        for group in together(weights(parts, like, files.names())):
             shards = {weight.path: _shards(weight, leaves[weight.path]) for weight in group}
             reader.read(pool, [shard for found in shards.values() for shard in found])
             loaded |= {path: _assemble(leaves[path], found) for path, found in shards.items()}
@@ -99,21 +99,6 @@ def num_bytes_to_read(files: TensorFiles, parts: Parts, like: Any) -> int:
 def _num_threads() -> int:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(2 * usable, 16)  # twice: some wait for the disk, or for the kernel to hand out memory
-
-
-def _groups(chosen: Sequence[Weight]) -> Iterator[list[Weight]]:
-    """Yield the weights that lie in the same tensors together, so that each tensor is read once."""
-    owner: dict[str, list[Weight]] = {}
-    found: list[list[Weight]] = []
-    for weight in chosen:
-        names = [name for name, _ in weight.tensors()]
-        group = next((owner[name] for name in names if name in owner), None)
-        if group is None:
-            group = []
-            found.append(group)
-        group.append(weight)
-        owner |= dict.fromkeys(names, group)
-    yield from found
 
 
 def _slices(leaf: Any) -> list[tuple[Region, list[Device]]]:

@@ -54,7 +54,8 @@ def head_maps(config: DecoderConfig, num_heads: int, num_kv_heads: int = 0) -> M
     group = old // old_kv
     kv_heads = num_kv_heads or _kv_heads(old, old_kv, num_heads)
     if kv_heads < old_kv or num_heads % kv_heads or num_heads // kv_heads < group:
-        fits = sorted({*(group * k for k in range(old_kv, 2 * old_kv + 1)), *(old_kv * g for g in range(group, 2 * group + 1))})
+        by_groups, inside = (range(old, 2 * old + 1, step) for step in (group, old_kv))
+        fits = sorted({*by_groups, *inside})
         given = f"{num_heads} heads" + (f" on {num_kv_heads} kv heads" if num_kv_heads else "")
         raise ValueError(
             f"{given}: {old} heads in {old_kv} groups of {group} grow by whole groups (multiples of {group}) or inside "
@@ -65,7 +66,7 @@ def head_maps(config: DecoderConfig, num_heads: int, num_kv_heads: int = 0) -> M
     spread = Spread(old, source.reshape(-1))
     if config.qk_norm == "full" and not (spread.is_even and cyclic(old_kv, kv_heads).is_even):
         raise ValueError(
-            f"{num_heads} heads: this model's norm of queries and keys is over all heads, so each needs as many copies; "
+            f"{num_heads} heads: the norm of queries and keys is over all heads, so each needs as many copies; "
             f"{old * 2} or {old * 3} would do"
         )
     return {("heads", old): spread, ("kv_heads", old_kv): cyclic(old_kv, kv_heads)}

@@ -45,8 +45,8 @@ class ByDims:
     """A weight grown dim by dim.
 
     ``W'[r', w'] = factor x share(r') x W[source(r'), source(w')] +- noise``: written dims are copied, read dims are
-    divided over the copies. A gradient of the new weight is ``share(w') / factor`` times the old one, where ``share`` is
-    what the readers of a written unit give to each of its copies; so the moments follow.
+    divided over the copies. A gradient of the new weight is ``share(w') / factor`` times the old one, where ``share``
+    is what the readers of a written unit give to each of its copies; so the moments follow.
 
     Args:
         path: of the weight in the target; noise is drawn by it.
@@ -106,7 +106,7 @@ class ByDims:
     def weight(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Return the new weight."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        if self.offset or self.factor != 1:
+        if self.factor != 1:
             wide = (wide + self.offset) * self.factor - self.offset
         y = self._with_read_tails(self._divide(wide, dtype), wide)
         y = self._with_written_tails(y, wide, dtype)

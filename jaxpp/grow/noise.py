@@ -23,9 +23,7 @@ def key_of(path: str, seed: int) -> int:
     return zlib.crc32(f"{seed}/{path}".encode())
 
 
-def integers(
-    key: int, shape: Sequence[int], places: Mapping[int, np.ndarray] | None = None
-) -> jax.Array:
+def integers(key: int, shape: Sequence[int], places: Mapping[int, np.ndarray] | None = None) -> jax.Array:
     """Return integers from -510 to 510, about normally distributed with deviation 147.8: a hash of place and key.
 
     Args:
@@ -78,7 +76,10 @@ def mean(x: jax.Array, axis: int) -> jax.Array:
     total = x
     while (length := total.shape[axis]) > 1:
         half = -(-length // 2)
-        low, high = jax.lax.slice_in_dim(total, 0, half, axis=axis), jax.lax.slice_in_dim(total, half, length, axis=axis)
+        low, high = (
+            jax.lax.slice_in_dim(total, 0, half, axis=axis),
+            jax.lax.slice_in_dim(total, half, length, axis=axis),
+        )
         missing = [(0, 2 * half - length if i == axis else 0) for i in range(x.ndim)]
         total = low + jnp.pad(high, missing)
     return total / size

@@ -130,22 +130,23 @@ def _mask(context: Context, window: int, layer: Layer) -> jax.Array | None:
 
 
 def _xla(q_BTHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, scores: Scores) -> jax.Array:
-    if scores.soft_cap:
-        return _capped(q_BTHD, k_BTKD, v_BTKD, scores)
+    if scores.soft_cap or q_BTHD.dtype == jnp.float64:
+        return _einsum(q_BTHD, k_BTKD, v_BTKD, scores)
     return jax.nn.dot_product_attention(
         q_BTHD, k_BTKD, v_BTKD, mask=scores.mask, is_causal=True, scale=scores.scale, implementation="xla"
     )
 
 
-def _capped(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array, scores: Scores) -> jax.Array:
-    """Attend with capped scores, which no kernel of JAX offers."""
+def _einsum(q_BTHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array, scores: Scores) -> jax.Array:
+    """Attend with capped scores, or in fp64: no kernel of JAX offers either."""
     (batch, seq, heads, head_dim), kv_heads = q_BTHD.shape, k_BSKD.shape[2]
     q_BTKGD = q_BTHD.reshape(batch, seq, kv_heads, heads // kv_heads, head_dim)
-    s_BKGTS = jnp.einsum("btkgd,bskd->bkgts", q_BTKGD, k_BSKD, preferred_element_type=jnp.float32) * scores.scale
-    s_BKGTS = scores.soft_cap * jnp.tanh(s_BKGTS / scores.soft_cap)
+    wide = jnp.promote_types(q_BTHD.dtype, jnp.float32)
+    s_BKGTS = jnp.einsum("btkgd,bskd->bkgts", q_BTKGD, k_BSKD, preferred_element_type=wide) * scores.scale
+    s_BKGTS = scores.soft_cap * jnp.tanh(s_BKGTS / scores.soft_cap) if scores.soft_cap else s_BKGTS
     seen = jnp.tril(jnp.ones((seq, seq), bool))[None, None]
     seen = seen if scores.mask is None else seen & scores.mask
-    s_BKGTS = jnp.where(seen[:, :, None], s_BKGTS, jnp.finfo(jnp.float32).min)
+    s_BKGTS = jnp.where(seen[:, :, None], s_BKGTS, jnp.finfo(wide).min)
     p_BKGTS = jax.nn.softmax(s_BKGTS, axis=-1).astype(v_BSKD.dtype)
     return jnp.einsum("bkgts,bskd->btkgd", p_BKGTS, v_BSKD).reshape(q_BTHD.shape)
 

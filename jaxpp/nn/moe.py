@@ -159,8 +159,9 @@ class Moe(nnx.Module):
         y = shared(x)
         if self.shared_gate is None:
             return y
-        kernel = in_use(self.shared_gate.kernel).astype(jnp.float32)
-        gate = jax.nn.sigmoid((x.astype(jnp.float32) * kernel).sum(-1, keepdims=True))
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        kernel = in_use(self.shared_gate.kernel).astype(wide.dtype)
+        gate = jax.nn.sigmoid((wide * kernel).sum(-1, keepdims=True))
         return (y * gate).astype(x.dtype)
 
 
@@ -186,7 +187,7 @@ class _Local:
         routing = route(x_NM, router_ME, k, self.config.normalize)
         y_SM = self._visit(self.spread.enter(x_NM), routing, real_N, partial(self._mlp, kernels))
         weights_KN = self.spread.enter(routing.weights.T)
-        y_KNM = y_SM.reshape(k, *x_NM.shape).astype(jnp.float32) * weights_KN[..., None]
+        y_KNM = y_SM.reshape(k, *x_NM.shape).astype(weights_KN.dtype) * weights_KN[..., None]
         y_NM = self.spread.leave(y_KNM.sum(0).astype(x_NM.dtype))
         return y_NM.reshape(x_BTM.shape), jax.tree.map(self.spread.total, router_sums(routing, real_N))
 

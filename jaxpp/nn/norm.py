@@ -1,4 +1,4 @@
-"""Normalisation over the last dims, in fp32 whatever the compute dtype."""
+"""Normalisation over the last dims, in fp32 (fp64 of fp64) whatever the compute dtype."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Norm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rest embed"]) -> Float[Array, "*rest embed"]:
         """Normalise the last dims of `x`; the result has its dtype."""
-        wide, axes = x.astype(jnp.float32), tuple(range(-self.ndim, 0))
+        wide, axes = x.astype(jnp.promote_types(x.dtype, jnp.float32)), tuple(range(-self.ndim, 0))
         if self.kind == "layer":
             wide = wide - wide.mean(axes, keepdims=True)
         # not jnp.square: under a scan its backward pass keeps one more fp32 copy of the stream
@@ -59,6 +59,6 @@ class Norm(nnx.Module):
         if self.scaling == "cast":
             y = wide.astype(x.dtype) * scale.astype(x.dtype)
         else:
-            scale = scale.astype(jnp.float32)
+            scale = scale.astype(wide.dtype)
             y = (wide * (1 + scale if self.scaling == "offset" else scale)).astype(x.dtype)
         return y if self.bias is None else y + in_use(self.bias).astype(x.dtype)

@@ -34,7 +34,7 @@ class Routing:
 
 
 def route(x_NM: jax.Array, kernel_ME: jax.Array, experts_per_token: int, normalize: bool) -> Routing:
-    """Choose experts: softmax over all, the top k, renormalised or not; all in fp32.
+    """Choose experts: softmax over all, the top k, renormalised or not; all in fp32, or fp64 of fp64.
 
     Args:
         x_NM: tokens, any float dtype.
@@ -44,7 +44,8 @@ def route(x_NM: jax.Array, kernel_ME: jax.Array, experts_per_token: int, normali
 
     Source: Shazeer et al., Outrageously Large Neural Networks, 2017, section 2.1.
     """
-    wide = x_NM.astype(jnp.float32), kernel_ME.astype(jnp.float32)
+    dtype = jnp.promote_types(x_NM.dtype, jnp.float32)
+    wide = x_NM.astype(dtype), kernel_ME.astype(dtype)
     logits = jnp.matmul(*wide, precision=jax.lax.Precision.HIGHEST)  # by default accelerators round fp32 factors
     probabilities = jax.nn.softmax(logits)
     weights, chosen = jax.lax.top_k(probabilities, experts_per_token)

@@ -10,6 +10,7 @@ from jaxpp.data.config import DataConfig
 from jaxpp.model import ModelConfig
 from jaxpp.parallel import Plan
 from jaxpp.train.optimizer import OptimizerConfig
+from jaxpp.train.ramp import RampConfig
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class TrainConfig:
     evaluate_every: int = 200  # steps between evaluations on held-out documents; 0: only at the end
     evaluate_batches: int = 20  # batches per evaluation; 0: all held-out documents
     profile_steps: int = 0  # steps to trace into <directory>/profile, from the third on; 0: none
+    ramp: RampConfig = field(default_factory=RampConfig)  # how what a growth added comes in
 
     def __post_init__(self) -> None:
         for name, least in (("num_steps", 1), ("log_every", 1), ("evaluate_every", 0), ("evaluate_batches", 0)):

@@ -6,7 +6,7 @@ Which weights decay and which are matrices is read off the arrows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import optax
 from jaxpp import dims, tree
 from jaxpp.names import unknown
 from jaxpp.pipeline import clip_by_norm
+from jaxpp.train.rates import at_rates
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class OptimizerConfig:
     b2: float = 0.95  # adamw: decay of the second moment
     epsilon: float = 1e-8
     clip_norm: float = 1.0  # global gradient norm; 0: no clipping
+    rates: dict[str, float] = field(default_factory=dict)  # path or pattern of weights to a factor on their rate
+    # The factor is on what follows from the gradient, not on weight_decay: blocks/mlp/down/kernel: 0.5, "blocks/*": 2.
 
     def __post_init__(self) -> None:
         _known("optimizer.name", self.name, OPTIMIZERS)
@@ -53,6 +56,12 @@ class OptimizerConfig:
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name} = {getattr(self, name)}: at least 0 and below 1 is needed")
+        for path, factor in self.rates.items():
+            if not 0 < factor < float("inf"):
+                raise ValueError(
+                    f"optimizer.rates: {path}: {factor}: a factor above 0 is needed (decay goes on whatever it is, so "
+                    "that 0 would not hold a weight still)"
+                )
 
 
 def _known(key: str, name: str, table: Mapping[str, Any]) -> None:
@@ -158,8 +167,9 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig, optax.Schedule], optax.Gradient
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Build the optimizer: clip by global norm, then the named rule at the scheduled rate."""
+    """Build the optimizer: clip by global norm, then the named rule at the scheduled rate, times the factors."""
     rule = OPTIMIZERS[config.name](config, make_schedule(config))
+    rule = at_rates(rule, config.rates) if config.rates else rule
     return optax.chain(clip_by_norm(config.clip_norm), rule) if config.clip_norm else rule
 
 

@@ -189,6 +189,9 @@ def make_pipeline_program(whole: Program, devices: Sequence[Device] | None = Non
             f"set plan.microbatches=1 and plan.pipeline.microbatches={plan.microbatches * ranks}"
         )
     check_separable(whole.optimizer, whole.params)
+    # What it refuses of a whole model it can refuse here alone: each stage holds a part of the weights.
+    moments = jax.eval_shape(whole.optimizer.init, whole.params)
+    jax.eval_shape(whole.optimizer.update, whole.params, moments, whole.params)
     table, count = plan.pipeline.table(ranks), num_layers(whole.params, whole.layout.dims)
     cuts = _cuts(plan.pipeline, count, table)
     shared = _on_whole_mesh(whole, count)

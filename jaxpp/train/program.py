@@ -23,6 +23,7 @@ from jaxpp.pipeline.skeleton import Skeleton, skeleton_of
 from jaxpp.pipeline.spmd import check_rows
 from jaxpp.schedule import Schedule
 from jaxpp.train.optimizer import global_norm
+from jaxpp.train.ramp import Ramp, ramped
 
 Loss = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
 """``loss(model, batch)`` to (sum of losses, sum of weights), both fp32 scalars."""
@@ -76,6 +77,7 @@ class Program:
         plan: how it runs.
         layout: the plan's layout on the devices.
         loss: summed loss of a batch.
+        ramp: masks on the weights that the loss is computed with; None: none.
     """
 
     build: Callable[[nnx.Rngs], nnx.Module]
@@ -83,6 +85,7 @@ class Program:
     plan: Plan
     layout: Layout
     loss: Loss = model_loss
+    ramp: Ramp | None = None
 
     @cached_property
     def _model(self) -> tuple[Any, Any, Any]:
@@ -175,8 +178,14 @@ class Program:
         """Cast floating weights to the dtype to compute in, but for those that say ``wide`` (a router's)."""
         return cast_weights(params, self.plan.dtype())
 
-    def summed_loss(self, params: Any, other: Any, batch: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-        """Return the loss sum, and beside it the weight sum and the model's other variables after the pass."""
+    def summed_loss(
+        self, params: Any, other: Any, batch: Any, step: Any = None
+    ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        """Return the loss sum, and beside it the weight sum and the model's other variables after the pass.
+
+        Where weights come in by a ramp, `step` (updates done before) says how far.
+        """
+        params = params if self.ramp is None else ramped(params, self.ramp, self.ramp.at(step))
         other = jax.tree.map(lambda x: x, other)  # Variables of this trace level, which the pass may change
         model = nnx.merge(self._model[0], self.in_compute_dtype(params), other)
         total, weight = self.loss(model, batch)
@@ -192,10 +201,10 @@ class Program:
     def _skeleton(self) -> Skeleton:
         return skeleton_of(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))), self.in_compute_dtype)
 
-    def _value_and_grad(self, params: Any, other: Any, batch: Any) -> tuple[tuple[jax.Array, Any], Any]:
+    def _value_and_grad(self, params: Any, other: Any, batch: Any, step: Any) -> tuple[tuple[jax.Array, Any], Any]:
         """Return what ``jax.value_and_grad`` of `summed_loss` returns."""
         if self.table is None:
-            return jax.value_and_grad(self.summed_loss, has_aux=True)(params, other, batch)
+            return jax.value_and_grad(self.summed_loss, has_aux=True)(params, other, batch, step)
         total, weight, grads = summed_gradients(self._skeleton, params, batch, self.layout, self.table)
         return (total, (weight, other)), grads
 
@@ -207,7 +216,7 @@ class Program:
         """
         places = self.layout.param_shardings(self.params, "moments")
         if self.plan.microbatches == 1:
-            (total, (weight, other)), grads = self._value_and_grad(state.params, state.other, batch)
+            (total, (weight, other)), grads = self._value_and_grad(state.params, state.other, batch, state.step)
         else:
             grads, total, weight, other = self._accumulate(state, batch, places)
         scale = 1.0 / jnp.maximum(weight, 1e-8)
@@ -219,7 +228,7 @@ class Program:
 
         def add(carry: Any, part: Any) -> tuple[Any, None]:
             sums, total, weight, other = carry
-            (t, (w, other)), grads = self._value_and_grad(state.params, other, part)
+            (t, (w, other)), grads = self._value_and_grad(state.params, other, part, state.step)
             sums = jax.tree.map(lambda s, g: s + g.astype(jnp.float32), sums, grads)
             return (jax.lax.with_sharding_constraint(sums, places), total + t, weight + w, other), None
 
@@ -270,13 +279,13 @@ class Program:
     def evaluate(self) -> Any:
         """The jitted ``(state, batch) -> (loss sum, weight sum)``."""
 
-        def compute(params: Any, other: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        def compute(params: Any, other: Any, batch: Any, step: Any) -> tuple[jax.Array, jax.Array]:
             with executing(self.plan.execution(self.layout)):
-                total, (weight, _) = self.summed_loss(params, other, batch)
+                total, (weight, _) = self.summed_loss(params, other, batch, step)
             return total, weight
 
         jitted = jax.jit(compute, out_shardings=self.layout.replicated())
-        return lambda state, batch: jitted(state.params, state.other, batch)
+        return lambda state, batch: jitted(state.params, state.other, batch, state.step)
 
     @cached_property
     def is_finite(self) -> Any:

@@ -17,6 +17,7 @@ from jaxpp.pipeline.lockstep import check as check_table
 from jaxpp.pipeline.spmd import check as check_layers
 from jaxpp.train.pipelined import PipelineProgram, make_pipeline_program
 from jaxpp.train.program import Loss, Program, model_loss, num_layers
+from jaxpp.train.ramp import RampConfig, make_ramp
 
 AnyProgram = Program | PipelineProgram
 
@@ -31,19 +32,27 @@ def make_program(
     plan: Plan | str,
     loss: Loss | None = None,
     devices: Sequence[Device] | None = None,
+    ramp: RampConfig | None = None,
 ) -> AnyProgram:
     """Build a `Program`, or a `PipelineProgram` where the plan asks for it; see `make_train_step` for the arguments."""
     plan = Plan(mesh=plan) if isinstance(plan, str) else plan
     build = partial(_as_is, model) if isinstance(model, nnx.Module) else getattr(model, "build", model)
-    program = Program(build, optimizer, plan, plan.layout(devices), loss or model_loss)
+    layout = plan.layout(devices)
     sample = model if isinstance(model, nnx.Module) else nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    masks = make_ramp(ramp or RampConfig(), sample, layout.dims)
+    program = Program(build, optimizer, plan, layout, loss or model_loss, masks)
     if loss is None and not isinstance(sample, Trainable):
         raise ValueError(
             f"{type(sample).__name__} has no method loss(batch) -> (sum of losses, sum of weights); "
             "add one or pass loss=your_function(model, batch)"
         )
-    if program.layout.mesh.shape.get("stage", 1) == 1:
+    if (ranks := layout.mesh.shape.get("stage", 1)) == 1:
         return program
+    if masks is not None:
+        raise ValueError(
+            f"train.ramp masks the weights of a whole model, and plan.mesh {plan.mesh} cuts it into {ranks} stages; "
+            "take axis stage out of plan.mesh until the ramp is over, then set train.ramp.num_steps=0"
+        )
     if loss is not None and not plan.pipeline.is_differentiated:
         raise ValueError(
             f"plan.pipeline.schedule {plan.pipeline.schedule} takes the loss of each microbatch from the model; drop "
@@ -65,6 +74,7 @@ def make_train_step(
     loss: Loss | None = None,
     devices: Sequence[Device] | None = None,
     seed: int = 0,
+    ramp: RampConfig | None = None,
 ) -> tuple[Any, Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]]:
     """Make a sharded state and a jitted training step, for people with a loop of their own.
 
@@ -77,6 +87,7 @@ def make_train_step(
         loss: ``loss(model, batch)`` to (sum of losses, sum of weights); by default ``model.loss(batch)``.
         devices: the devices to use; all of them if None.
         seed: of the weights, where they are drawn here.
+        ramp: how what a growth added to the model comes in; None: as it is.
 
     Returns:
         ``state, step``: a `TrainState`, or a `PipelineState` where each stage is run by itself;
@@ -93,7 +104,7 @@ def make_train_step(
         >>> config = DecoderConfig(vocab_size=64, num_layers=1, embed_dim=16, num_heads=2)
         >>> state, step = make_train_step(config, optax.adam(1e-3), "data:-1")
     """
-    program: Any = make_program(model, optimizer, plan, loss, devices)
+    program: Any = make_program(model, optimizer, plan, loss, devices, ramp)
     state = program.adopt(model) if isinstance(model, nnx.Module) else program.init(seed)
 
     def step(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:

@@ -30,6 +30,7 @@ from jaxpp.train.metrics import Rates, peak_flops_per_s
 from jaxpp.train.optimizer import make_optimizer
 from jaxpp.train.pipelined import PipelineProgram
 from jaxpp.train.programs import AnyProgram, make_program
+from jaxpp.train.rates import check_rates
 
 OWN_TEXTS = ("config.yaml", "plan.yaml", "data.json")  # what a run writes beside the documents that it carries along
 
@@ -113,7 +114,8 @@ def check(run: Run) -> AnyProgram:
         )
     if run.data.tokenizer == "bpe" and not run.init:
         check_vocabulary(run, run.data.vocab_size)
-    program = make_program(run.model, make_optimizer(run.optimizer), run.plan)
+    program = make_program(run.model, make_optimizer(run.optimizer), run.plan, ramp=run.train.ramp)
+    check_rates(run.optimizer.rates, program.params)
     if isinstance(program, PipelineProgram) and run.optimizer.name == "adafactor":
         raise ValueError(
             "optimizer.name adafactor scales a stack of layers as one, so that cut into stages it would not train as "

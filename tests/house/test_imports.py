@@ -28,7 +28,6 @@ RANKS = {
     "compress": 1,
     "comm": 2,
     "data": 2,
-    "grow": 2,
     "parallel": 3,
     "nn": 4,
     "pipeline": 3.5,  # `nn` runs its stacked blocks through it
@@ -46,8 +45,10 @@ RANKS = {
     "documents": 5.1,  # what travels with weights: it knows the families, and what a run writes
     "conversion": 6.2,
     "initial": 6.2,
+    "grow": 6.3,  # a grown checkpoint is opened, loaded and converted as any other
     "describe": 6.3,
     "commands": 6.9,
+    "grow_commands": 6.95,
     "cli": 7,
     "__main__": 8,
     "": 8,  # the package itself: it offers names from everywhere, so nothing inside imports from it
