@@ -37,7 +37,7 @@ def depth(
     Raises:
         ValueError: fewer layers than there are, or one that there is not.
     """
-    _check(config, layers)
+    _check(config, layers, identities)
     kept = [source for layer, source in enumerate(layers) if layer not in identities]
     same = kept == list(range(config.num_layers))
     target = replace(config, num_layers=len(layers), **_patterns(config, layers))
@@ -144,13 +144,17 @@ def _at_least(config: DecoderConfig, num_layers: int) -> int:
     return config.num_layers
 
 
-def _check(config: DecoderConfig, layers: Sequence[int]) -> None:
+def _check(config: DecoderConfig, layers: Sequence[int], identities: Sequence[int]) -> None:
     """Refuse a list that is too short, or that names layers that there are not."""
     old = config.num_layers
     if wrong := sorted({layer for layer in layers if not 0 <= layer < old}):
         raise ValueError(f"layers {', '.join(map(str, wrong))}: this model has {old}, 0 to {old - 1}")
     if len(layers) < old:
         raise ValueError(f"{len(layers)} source layers: {old} or more are needed, models only grow")
+    if wrong := sorted({layer for layer in identities if not 0 <= layer < len(layers)}):
+        raise ValueError(
+            f"identities {', '.join(map(str, wrong))}: there are {len(layers)} layers, 0 to {len(layers) - 1}"
+        )
 
 
 def _patterns(config: DecoderConfig, layers: Sequence[int]) -> dict[str, Any]:

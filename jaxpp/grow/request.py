@@ -9,6 +9,7 @@ from typing import Any
 from jaxpp.grow.operators import DEPTH, OPERATORS, WIDTH
 from jaxpp.grow.split import Kind
 from jaxpp.grow.step import Growth, Step
+from jaxpp.grow.target import preset, steps_to
 from jaxpp.grow.width import DEFAULT_NOISE_DB
 from jaxpp.models import DecoderConfig
 from jaxpp.names import unknown
@@ -91,8 +92,6 @@ class Request:
             ValueError: nothing is asked for, or an operator cannot reach it; says what it can.
         """
         if self.target:
-            from jaxpp.grow.target import preset, steps_to
-
             wanted = preset(self.target) if isinstance(self.target, str) else self.target
             how = dict(noise_db=self.noise_db, seed=self.seed, depth_op=self.depth_op)
             return Growth(tuple(steps_to(config, wanted, **how)))

@@ -77,6 +77,11 @@ class GrownRun:
             ValueError: the optimizer keeps what does not grow, or the mesh does not hold the model.
         """
         run = self.run
+        if run.optimizer.name == "sgd":
+            raise ValueError(
+                "optimizer sgd moves by the size of gradients, for which the learning rates of growth are not made; "
+                "start the optimizer anew (--optimizer reset), or train on with adamw"
+            )
         state = make_program(run.model, make_optimizer(run.optimizer), Plan(mesh=self.mesh)).abstract_state
         for name in tree.named_leaves(state.optimizer):
             if (found := origin_of(name, self._leaves)) is not None:

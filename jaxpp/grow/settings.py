@@ -37,6 +37,8 @@ class Settings:
 def settings_of(growth: Growth, rates: Mapping[str, float] | None = None, start: int = 0) -> Settings:
     """Return what the target of a growth asks for.
 
+    The rates are for optimizers whose step does not depend on the size of gradients (adamw, adafactor; muon roughly).
+
     Args:
         growth: the steps.
         rates: that the source's run had.
@@ -48,6 +50,19 @@ def settings_of(growth: Growth, rates: Mapping[str, float] | None = None, start:
         rate = leaf.rate() * rate_of(leaf.source, before)
         if rate != 1:
             found[path] = rate
-    masked = [step for step in growth.steps if isinstance(step, Masked)]
-    ramp = RampConfig(**{**ramp_settings(masked[-1]), "start": start}) if masked else None
-    return Settings(found, ramp)
+    return Settings(found, ramp_of(growth, start))
+
+
+def ramp_of(growth: Growth, start: int = 0) -> RampConfig | None:
+    """Return how new units fade in; None where they need not.
+
+    Raises:
+        ValueError: masked growth before another step, which would grow the masks' dims.
+    """
+    masked = [i for i, step in enumerate(growth.steps) if isinstance(step, Masked)]
+    if not masked:
+        return None
+    last = growth.steps[-1]
+    if masked != [len(growth.steps) - 1] or not isinstance(last, Masked):
+        raise ValueError("msg fades new units in while the model trains, so it can only be the last step, once")
+    return RampConfig(**{**ramp_settings(last), "start": start})

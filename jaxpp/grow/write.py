@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flax import nnx
 
 from jaxpp import runtime
 from jaxpp.conversion import Format, check_target, convert, load
@@ -20,8 +21,10 @@ from jaxpp.documents import family_to_write
 from jaxpp.grow.grown import GROWTH, Grown
 from jaxpp.grow.proof import NUM_GREEDY, Proof, Said, ask, compare
 from jaxpp.grow.run import GrownRun
+from jaxpp.grow.settings import ramp_of
 from jaxpp.grow.step import Growth
 from jaxpp.pretrained import CONFIG, Checkpoint, Progress, Saved, open_checkpoint
+from jaxpp.train.ramp import RampConfig, make_ramp, ramped
 
 BOUNDS = {"float32": 0.0, "float16": 4e-3, "bfloat16": 4e-2}
 """What rounding the weights to a dtype adds to the bound of an operator."""
@@ -47,9 +50,13 @@ class Exam:
     num_greedy: int = NUM_GREEDY
     max_tokens: int = 4096
 
-    def of(self, checkpoint: Checkpoint, mesh: str, like: Said | None = None) -> Said:
-        """Load a checkpoint in fp32, and run it."""
+    def of(self, checkpoint: Checkpoint, mesh: str, like: Said | None = None, ramp: RampConfig | None = None) -> Said:
+        """Load a checkpoint in fp32, and run it; with a ramp, as it is where the ramp begins."""
         model, greedy = load(checkpoint, mesh, dtype="float32"), self.num_greedy
+        if ramp is not None and (masks := make_ramp(ramp, model)) is not None:
+            graph, params, rest = nnx.split(model, nnx.Param, ...)
+            loaded, model = model.loaded, nnx.merge(graph, ramped(params, masks, 0.0), rest)
+            model.loaded = loaded
         said = ask(model, self.tokens, like=like, text=self.text, num_greedy=greedy, max_tokens=self.max_tokens)
         del model
         gc.collect()
@@ -121,8 +128,9 @@ def grow(
         if exam is not None and before is not None:
             say("running the target")
             name = dtype or str(max(map(str, set(checkpoint.dtypes.values())), key=lambda name: BOUNDS.get(name, 0)))
-            bound = growth.bound + BOUNDS.get(name, 0.0) if not growth.gap else math.inf
-            proof = compare(before, exam.of(open_checkpoint(beside), mesh, before), bound)
+            ramp = ramp_of(growth)
+            bound = growth.bound + BOUNDS.get(name, 0.0) if ramp or not growth.gap else math.inf
+            proof = compare(before, exam.of(open_checkpoint(beside), mesh, before, ramp), bound)
             _refuse(proof, growth)
         if runtime.is_main():
             _put_in_place(beside, place)

@@ -126,3 +126,8 @@ def test_solar_refuses_what_it_cannot_reach(num_layers: int, nearest: str) -> No
 def test_lists_that_fit_no_layers_are_refused(listed: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         explicit(LLAMA, sources=listed)
+
+
+def test_an_identity_beyond_the_last_layer_is_refused() -> None:
+    with pytest.raises(ValueError, match="identities 4: there are 4 layers, 0 to 3"):
+        depth(LLAMA, layers=[0, 1, 2, 2], identities=[4])

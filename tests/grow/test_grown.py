@@ -108,7 +108,3 @@ def test_a_growth_of_another_model_is_refused(source: Path) -> None:
     growth: Growth = Request(width=2).growth(grown(source, Request(width=2)).config)
     with pytest.raises(ValueError, match="planned for another model"):
         Grown(open_checkpoint(source), growth)
-
-
-def test_jax_is_left_as_it_was(source: Path) -> None:
-    assert not jax.config.jax_enable_x64
