@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -121,6 +122,7 @@ def _write(
     """Write all files under temporary names, group by group; only the first process does, from what all send."""
     with contextlib.ExitStack() as stack:
         places, error = dict[str, _Place](), None
+        flusher = stack.enter_context(ThreadPoolExecutor(1))
         if jax.process_index() == 0:
             try:
                 places = _open_files(target, files, metadata, stack)
@@ -140,13 +142,24 @@ def _write(
                     error, places = found, {}
                 if progress and places:
                     progress(tensors[name].num_bytes)
+            for file in _files(places[name] for name in names if name in places):
+                flusher.submit(_begin_flush, file)  # while the next group is made
         try:
-            for file in {id(place.file): place.file for place in places.values()}.values():
+            for file in _files(places.values()):
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as found:
             error = found
     return error
+
+
+def _files(places: Iterable[_Place]) -> list[BinaryIO]:
+    return list({id(place.file): place.file for place in places}.values())
+
+
+def _begin_flush(file: BinaryIO) -> None:
+    with contextlib.suppress(OSError, ValueError):  # closed; what fails is told by the flush at the end
+        os.fdatasync(file.fileno()) if hasattr(os, "fdatasync") else None
 
 
 def _open_files(

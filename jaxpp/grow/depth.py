@@ -20,7 +20,7 @@ from jaxpp.pretrained import abstract_params
 
 
 def depth(
-    config: DecoderConfig, *, layers: Sequence[int], identities: Sequence[int] = (), name: str = "explicit"
+    config: DecoderConfig, *, layers: Sequence[int], identities: Sequence[int] = (), name: str = "layers"
 ) -> Step:
     """Make each layer from one of the source; windows and rotary layers go with it.
 

@@ -40,7 +40,7 @@ class Leaf(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ByDims:
     """A weight grown dim by dim.
 
@@ -103,12 +103,18 @@ class ByDims:
             x = spread.take(x, axis)
         return x
 
-    def weight(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Return the new weight."""
+    @property
+    def key(self) -> int:
+        """What noise is drawn by: 32 bits of path and seed."""
+        return noise.key_of(self.path, self.split.seed)
+
+    def weight(self, x: jax.Array, dtype: jnp.dtype, key: jax.Array | int | None = None) -> jax.Array:
+        """Return the new weight; `key` stands for the leaf's own, so that weights that grow alike compile once."""
+        key = self.key if key is None else key
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.factor != 1:
             wide = (wide + self.offset) * self.factor - self.offset
-        y = self._with_read_tails(self._divide(wide, dtype), wide)
+        y = self._with_read_tails(self._divide(wide, dtype, key), wide, key)
         y = self._with_written_tails(y, wide, dtype)
         if self.zeroed:
             y = jnp.where(self._is_one_of(self.zeroed), -self.offset, y)
@@ -117,7 +123,7 @@ class ByDims:
     def _is_one_of(self, indices: Sequence[int]) -> jax.Array:
         return self._along(np.isin(np.arange(self.spreads[0].new), indices), 0)
 
-    def _divide(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    def _divide(self, x: jax.Array, dtype: jnp.dtype, key: jax.Array | int = 0) -> jax.Array:
         """Spread out, and divide what is read over its copies."""
         y = self._taken(x)
         if self.split.kind == "diagonal" and self._divided:
@@ -127,7 +133,7 @@ class ByDims:
                 y = y / self._along(self.spreads[axis].counts.astype(y.dtype), axis)
         axis = next((axis for axis in self._divided if self.spreads[axis].sign.any()), None)
         exact = "vocab" in self.arrow.writes or "experts" in self.arrow.writes  # logits, and where tokens go
-        return y if axis is None or exact else self._paired(x, y, axis, dtype)
+        return y if axis is None or exact else self._paired(x, y, axis, dtype, key)
 
     def _on_diagonal(self) -> jax.Array:
         """Return True where the copy that is read is the copy that is written, counted modulo the copies there are."""
@@ -144,9 +150,9 @@ class ByDims:
             counts = counts * own
         return copy, counts
 
-    def _paired(self, x: jax.Array, y: jax.Array, axis: int, dtype: jnp.dtype) -> jax.Array:
+    def _paired(self, x: jax.Array, y: jax.Array, axis: int, dtype: jnp.dtype, key: jax.Array | int) -> jax.Array:
         """Change the first copy of each pair, and give the second what is left of the two."""
-        change = self._change(x, y, axis)
+        change = self._change(x, y, axis, key)
         if change is None:
             return y
         first = y + change
@@ -155,8 +161,7 @@ class ByDims:
         sign = self._along(self.spreads[axis].sign, axis)
         return jnp.where(sign > 0, first, jnp.where(sign < 0, second, y))
 
-    def _change(self, x: jax.Array, y: jax.Array, axis: int) -> jax.Array | None:
-        key = noise.key_of(self.path, self.split.seed)
+    def _change(self, x: jax.Array, y: jax.Array, axis: int, key: jax.Array | int) -> jax.Array | None:
         if self.split.kind == "unequal":  # one number for all units of a copy: 10 bits times 11 is exact
             places = {a: self.spreads[a].copy - self.spreads[a].copy % 2 for a in self._divided}
             drawn = noise.integers(key, y.shape, places)
@@ -177,13 +182,12 @@ class ByDims:
             values = self.spreads[axis].take(values, axis)
         return values
 
-    def _with_read_tails(self, y: jax.Array, x: jax.Array) -> jax.Array:
+    def _with_read_tails(self, y: jax.Array, x: jax.Array, key: jax.Array | int) -> jax.Array:
         """Draw what reads units that copy none: these are zero when they are read, so any number will do."""
         for axis in self._divided:
             if self.spreads[axis].has_tail:
-                key = noise.key_of(f"{self.path} tail", self.split.seed)
                 size = self._each(noise.root_mean_square(x, len(self._stacked)))
-                drawn = noise.scaled(noise.integers(key, y.shape), size)
+                drawn = noise.scaled(noise.integers(key ^ noise.OTHER, y.shape), size)
                 y = jnp.where(self._along(self.spreads[axis].source < 0, axis), drawn, y)
         return y
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _PRIMES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
+OTHER = 0x5BD1E995  # a key xor this is another key
 _DEVIATION = (4 * (256**2 - 1) / 12) ** 0.5  # of the sum of four bytes
 _SCALE_BITS = 12  # of a scale; noise has 11, so that their product fits into 24
 
@@ -31,7 +32,7 @@ def integers(key: int, shape: Sequence[int], places: Mapping[int, np.ndarray] | 
         shape: of the array.
         places: for an axis, the coordinate to take instead of each index: equal coordinates get equal noise.
     """
-    mixed = jnp.full(shape, np.uint32(key))
+    mixed = jnp.full(shape, key, jnp.uint32)
     for axis in range(len(shape)):
         at = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
         if places and axis in places:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp.dims import Arrow
-from jaxpp.grow.leaf import Leaf
+from jaxpp.grow.leaf import ByDims, Leaf
 
 Sharding = jax.sharding.Sharding
 
@@ -39,7 +42,15 @@ def _fitting(mesh: jax.sharding.Mesh, entry: Any, size: int) -> Any:
 
 def make_weight(leaf: Leaf, x: jax.Array, dtype: Any, place: Sharding) -> jax.Array:
     """Make a grown weight on its shards; the same bits whatever the shardings."""
+    if isinstance(leaf, ByDims):
+        return _by_dims(replace(leaf, path="", source=""), jnp.dtype(dtype), place)(x, np.uint32(leaf.key))
     return jax.jit(lambda x: leaf.weight(x, jnp.dtype(dtype)), out_shardings=place)(x)
+
+
+@lru_cache(maxsize=32)
+def _by_dims(leaf: ByDims, dtype: jnp.dtype, place: Sharding) -> Callable[[jax.Array, np.uint32], jax.Array]:
+    """Compile what weights share that grow alike, such as gate and up."""
+    return jax.jit(lambda x, key: leaf.weight(x, dtype, key), out_shardings=place)
 
 
 def make_moment(leaf: Leaf, x: jax.Array, power: int, place: Sharding) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +104,7 @@ class Spread:
         return f"{self.old} -> {self.new}" + (f" ({copied} copies, {tail} new)" if tail else "")
 
 
+@cache
 def same(size: int) -> Spread:
     """Leave a dim as it is."""
     return Spread(size, np.arange(size))
