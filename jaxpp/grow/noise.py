@@ -24,7 +24,7 @@ def key_of(path: str, seed: int) -> int:
     return zlib.crc32(f"{seed}/{path}".encode())
 
 
-def integers(key: int, shape: Sequence[int], places: Mapping[int, np.ndarray] | None = None) -> jax.Array:
+def integers(key: jax.Array | int, shape: Sequence[int], places: Mapping[int, np.ndarray] | None = None) -> jax.Array:
     """Return integers from -510 to 510, about normally distributed with deviation 147.8: a hash of place and key.
 
     Args:

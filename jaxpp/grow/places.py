@@ -35,7 +35,7 @@ def carried_over(place: Sharding, dims: Sequence[str], arrow: Arrow, shape: Sequ
     return NamedSharding(place.mesh, PartitionSpec(*spec))
 
 
-def _fitting(mesh: jax.sharding.Mesh, entry: Any, size: int) -> Any:
+def _fitting(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, entry: Any, size: int) -> Any:
     axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
     return entry if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else None
 

@@ -93,8 +93,8 @@ class Request:
         """
         if self.target:
             wanted = preset(self.target) if isinstance(self.target, str) else self.target
-            how = dict(noise_db=self.noise_db, seed=self.seed, depth_op=self.depth_op)
-            return Growth(tuple(steps_to(config, wanted, **how)))
+            steps = steps_to(config, wanted, noise_db=self.noise_db, seed=self.seed, depth_op=self.depth_op)
+            return Growth(tuple(steps))
         found: list[Step] = []
         for make in (*self._of_width(), *self._of_the_rest()):
             found.append(make(found[-1].target if found else config, len(found)))

@@ -109,7 +109,7 @@ class Growth:
 
     def leaves(self) -> dict[str, Leaf]:
         """Return where each weight of the last target comes from, through all steps."""
-        found = dict(self.steps[0].leaves)
+        found: dict[str, Leaf] = dict(self.steps[0].leaves)
         for step in self.steps[1:]:
             found = {path: _After(found[leaf.source], leaf) for path, leaf in step.leaves.items()}
         return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -14,6 +13,7 @@ import jaxpp
 from jaxpp import tree
 from jaxpp.conversion import convert, load
 from jaxpp.grow import Grown, Growth, Request, enlarge
+from jaxpp.grow.proof import ask
 from jaxpp.pretrained import open_checkpoint
 from tests import formats
 
@@ -25,7 +25,7 @@ REQUESTS = {
     "experts": Request(experts=4),
     "all": Request(width=2, depth=4, experts=4),
 }
-MESHES = ("tensor:2 data:4", "fsdp:8", "tensor:2 fsdp:4")
+MESHES = ("fsdp:8", "tensor:2 fsdp:4")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,10 @@ def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
     return left.keys() == right.keys() and all(np.array_equal(left[path], right[path]) for path in left)
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+SLOW = ("wider", "deeper", "experts")  # each is in "all"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in REQUESTS])
 def test_every_mesh_makes_the_bits_of_one_device(name: str, source: Path) -> None:
     checkpoint = grown(source, REQUESTS[name])
     one = load(checkpoint, dtype="float32")
@@ -102,6 +105,16 @@ def test_one_word_of_the_package_grows(source: Path) -> None:
     assert proof.holds and proof.num_equal == len(proof.greedy_before) > 0
     assert bigger.config.embed_dim == 2 * model.config.embed_dim
     assert not jaxpp.grow.check(model, enlarge(model, depth=4, depth_op="stack"), [[1, 2, 3]]).holds
+
+
+@pytest.mark.parametrize("case", ["llama_gqa", "gemma2", "mixtral"])
+def test_both_say_the_same_64_tokens(case: str, tmp_path: Path) -> None:
+    model = load(formats.write(tmp_path / "in", case, vocab=None), dtype="float32")
+    bigger, prompt = enlarge(model, width=2), [[1, 2, 3, 4, 5, 6]]
+    room = min(64, model.config.max_positions - 6)
+    before = ask(model, prompt, num_greedy=room)
+    assert ask(bigger, prompt, like=before).greedy == before.greedy == ask(bigger, prompt, num_greedy=room).greedy
+    assert len(before.greedy) == room
 
 
 def test_a_growth_of_another_model_is_refused(source: Path) -> None:
