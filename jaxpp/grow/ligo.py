@@ -1,15 +1,13 @@
 """Learned linear growth: each new weight is a linear map of the old ones, and a short training learns the map.
 
-``W'_l = B (sum_k alpha_lk W_k) A^T``: the depth is mixed first, then rows and columns are mapped. A and B hold the
-identity where old units stand among the new; only their other rows and alpha are learned, the old weights stay as they
-are. Letters: L layers, E experts, R what is read, W what is written, P and Q the same after.
+The old weights stay as they are; the loss of the large model is differentiated through the map.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -20,20 +18,15 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp import dims, tree
-from jaxpp.dims import Arrow
-from jaxpp.grow.step import Step, is_norm, scale_offset
+from jaxpp.grow.ligo_map import Form, Learned, Mapped, draw_map, forms_of, groups_of, maps_of
+from jaxpp.grow.places import carried_over
+from jaxpp.grow.step import Step
 from jaxpp.grow.target import check_families, check_sizes
 from jaxpp.model import Batch
 from jaxpp.models import DecoderConfig
 from jaxpp.parallel import Execution, Layout, executing
-from jaxpp.pretrained import abstract_params
 
-GAP = "a learned map divides nothing over copies"
-_ALPHA_NOISE = 0.03
-_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # else accelerators round the old weights
-
-Learned = Mapping[str, Any]
-"""``"maps"``: name to learned rows, ``[(layers,) new - old, old]``; ``"alpha"``: path to ``[new layers, layers]``."""
+GAP = "a learned map does not preserve the function"
 
 
 def learn(
@@ -55,7 +48,7 @@ def learn(
     Args:
         model: the small decoder.
         target: config to reach.
-        batches: tokens and targets ``[batch, seq]``; one for each step.
+        batches: one for each step, as `jaxpp.model.Batch` describes them.
         num_steps: updates of the map.
         learning_rate: of Adam.
         seed: of the map at the start.
@@ -76,19 +69,20 @@ def learn(
     """
     config, target = model.config, _checked(model.config, target)
     execution = model.loaded.execution if model.loaded and layout is None else Execution(layout)
-    forms, maps = _forms(config, target), _maps(config, target)
+    maps = maps_of(config, target)
+    forms = forms_of(config, target, maps)
     training = _Training(target, forms, execution, optax.adam(learning_rate))
-    learned, moments = training.begin(partial(_draw, maps, forms, seed))
-    held = tree.named_leaves(nnx.split(model, nnx.Param, ...)[1])
+    learned, moments = training.begin(draw_map(maps, forms, config.num_layers, target.num_layers, seed))
+    held = training.held(nnx.split(model, nnx.Param, ...)[1])
     for done, batch in enumerate(_exactly(batches, num_steps)):
-        learned, moments, loss = training.step(learned, moments, held, training.place(batch))
+        learned, moments, loss = training.step(learned, moments, held, training.placed(batch))
         if progress:
             progress(done, float(loss))
     found = training.gathered(learned)
-    words = {name: f"{one.old} -> {one.new}" for name, one in maps.items()}
+    words = {name: f"{one.old} -> {one.new}" for name, one in maps.items() if one.new > one.old}
     if target.num_layers > config.num_layers:
         words["layers"] = f"{config.num_layers} -> {target.num_layers}"
-    return Step("ligo", config, target, {path: _Grown(form, found) for path, form in forms.items()}, words, GAP)
+    return Step("ligo", config, target, {path: Mapped(form, found) for path, form in forms.items()}, words, GAP)
 
 
 def _checked(config: DecoderConfig, target: DecoderConfig) -> DecoderConfig:
@@ -99,7 +93,7 @@ def _checked(config: DecoderConfig, target: DecoderConfig) -> DecoderConfig:
         if getattr(config, name) != (new := getattr(target, name)):
             operator = name.removesuffix("_size")
             raise ValueError(f"ligo: {name} {new} is not {getattr(config, name)}; grow it by the operator {operator}")
-    groups = [one.num_heads // one.num_kv_heads for one in (config, target)]
+    groups = groups_of(config, target)
     if groups[1] < groups[0]:
         least = groups[0] * target.num_kv_heads
         raise ValueError(
@@ -110,147 +104,110 @@ def _checked(config: DecoderConfig, target: DecoderConfig) -> DecoderConfig:
     fixed = ("num_experts", "experts_per_token", "normalize", "shared_gate")
     if wrong := [name for name in fixed if getattr(config.moe, name) != getattr(target.moe, name)]:
         raise ValueError(f"ligo: moe.{wrong[0]} {getattr(target.moe, wrong[0])} is not {getattr(config.moe, wrong[0])}")
+    old, new = config.moe.shared_mlp_dim, target.moe.shared_mlp_dim
+    if new < old or (new and not old):
+        raise ValueError(f"ligo: moe.shared_mlp_dim {new}: {f'{old} or more are' if old else '0 is'} needed")
     return target
 
 
-@dataclass(frozen=True, eq=False)
-class _Map:
-    """A matrix ``[new, old]``: the identity at the places of the old units, learned elsewhere.
-
-    Args:
-        old: units before.
-        place: ``[old]`` integers, where each stands after.
-        new: units after.
-        num_layers: layers that each have one of their own; 0: one for all.
-    """
-
-    old: int
-    place: np.ndarray
-    new: int
-    num_layers: int
-
-    def draw(self, rng: np.random.Generator) -> np.ndarray:
-        """Return rows that are means with random weights."""
-        shape = (*([self.num_layers] if self.num_layers else []), self.new - self.old, self.old)
-        rows = rng.uniform(size=shape).astype(np.float32)
-        return rows / rows.sum(-1, keepdims=True)
-
-    def matrix(self, rows: jax.Array) -> jax.Array:
-        """Return ``[(layers,) new, old]``."""
-        identity = jnp.broadcast_to(jnp.eye(self.old, dtype=rows.dtype), (*rows.shape[:-2], self.old, self.old))
-        others = np.setdiff1d(np.arange(self.new), self.place)
-        order = np.argsort(np.concatenate([self.place, others]))
-        return jnp.concatenate([identity, rows], -2)[..., order, :]
+def _exactly(batches: Iterable[Batch], num_steps: int) -> Iterator[Batch]:
+    """Yield as many batches as there are steps, and ask for no more."""
+    remaining = iter(batches)
+    for done in range(num_steps):
+        try:
+            yield next(remaining)
+        except StopIteration:
+            raise ValueError(f"ligo: {done} batches for {num_steps} steps; give more batches, or fewer steps") from None
 
 
 @dataclass(frozen=True, eq=False)
-class _Form:
-    """How one weight is made of its source.
+class _Training:
+    """The training of a map: the loss of the large model, differentiated through the map into what is learned.
 
     Args:
-        path: of the weight, the same in both models.
-        arrow: its dims.
-        shape: after.
-        reads: map of what it reads; None: as it is.
-        writes: map of what it writes.
-        groups: for a weight that reads all heads by the map of the values: queries of each before and after.
-        mixed: whether the depth grows.
-        offset: what the model adds to the weight.
+        target: config of the large model.
+        forms: how its weights are made.
+        execution: how it runs.
+        optimizer: of the map.
     """
 
-    path: str
-    arrow: Arrow
-    shape: tuple[int, ...]
-    reads: tuple[str, _Map] | None
-    writes: tuple[str, _Map] | None
-    groups: tuple[int, int] | None
-    mixed: bool
-    offset: float
+    target: DecoderConfig
+    forms: Mapping[str, Form]
+    execution: Execution
+    optimizer: optax.GradientTransformation
 
-    def weight(self, x: jax.Array, learned: Learned) -> jax.Array:
-        """Return the new weight, at least fp32."""
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)) + self.offset
-        num_layers = x.shape[0] if "layers" in self.arrow.stacked else 1
-        stacked, reads, writes = self.arrow.sizes(x.shape)
-        y_LERW = wide.reshape(num_layers, stacked // num_layers, reads, writes)
-        if self.mixed:
-            y_LERW = _product("lk,kerw->lerw", learned["alpha"][self.path].astype(y_LERW.dtype), y_LERW)
-        if self.reads:
-            y_LERW = self._applied(self.reads, learned, y_LERW, "lerw,lpr->lepw")
-        if self.writes:
-            y_LERW = self._applied(self.writes, learned, y_LERW, "lerw,lqw->lerq")
-        return y_LERW.reshape(self.shape) - self.offset
+    @cached_property
+    def _model(self) -> tuple[Any, Any, Any]:
+        graph, params, other = nnx.split(nnx.eval_shape(lambda: self.target.build(nnx.Rngs(0))), nnx.Param, ...)
+        return graph, params, other
 
-    def _applied(self, named: tuple[str, _Map], learned: Learned, y: jax.Array, product: str) -> jax.Array:
-        name, one = named
-        rows = learned["maps"].get(name)
-        matrix = jnp.eye(one.old) if rows is None else one.matrix(rows)
-        if self.groups and named is self.reads:
-            matrix = _over_groups(matrix, *self.groups, self.shape)
-        product = product if matrix.ndim == 3 else product.replace(",l", ",")
-        return _product(product, y, matrix.astype(y.dtype))
+    @cached_property
+    def _places(self) -> dict[str, NamedSharding]:
+        layout = self.execution.layout
+        return tree.named_leaves(layout.param_shardings(self._model[1])) if layout else {}
 
+    def _split(self, values: Any, put: Callable[[Any, Any], Any] = jax.lax.with_sharding_constraint) -> Any:
+        """Split learned rows, and their moments, over all devices where they divide."""
+        if (layout := self.execution.layout) is None:
+            return values
+        mesh = layout.mesh
 
-def _over_groups(matrix: jax.Array, old: int, new: int, shape: tuple[int, ...]) -> jax.Array:
-    """Turn the map of values, over kv heads, into one over all heads: query g of a group reads as query ``g % old``.
+        def place(x: Any) -> NamedSharding:
+            divides = x.ndim >= 2 and x.shape[-2] % mesh.size == 0
+            spec = [*[None] * (x.ndim - 2), mesh.axis_names, None] if divides else []
+            return NamedSharding(mesh, PartitionSpec(*spec))
 
-    Args:
-        matrix: ``[(layers,) new kv_heads x head_dim, kv_heads x head_dim]``.
-        old: queries of a group before.
-        new: queries of a group after.
-        shape: of the attention's output weight after, ``[layers, heads, head_dim, embed]``.
-    """
-    head_dim, kv_heads = shape[2], shape[1] // new
-    same = jnp.asarray(np.arange(new)[:, None] % old == np.arange(old), matrix.dtype)
-    wide = matrix.reshape(*matrix.shape[:-2], kv_heads, head_dim, -1, head_dim)
-    spread = _product("...pdke,gh->...pgdkhe", wide, same)
-    return spread.reshape(*matrix.shape[:-2], kv_heads * new * head_dim, -1)
+        return jax.tree.map(lambda x: put(x, place(x)), values)
 
+    def begin(self, drawn: Any) -> tuple[Any, Any]:
+        """Return what is learned and its moments."""
+        learned = self._split(jax.tree.map(jnp.asarray, drawn), jax.device_put)
+        return learned, jax.jit(lambda learned: self._split(self.optimizer.init(learned)))(learned)
 
-def _maps(config: DecoderConfig, target: DecoderConfig) -> dict[str, _Map]:
-    """Return the maps by name, of what grows and of what it is read through."""
-    layers, head_dim = target.num_layers, config.head_dim
-    group, wide = (one.num_heads // one.num_kv_heads for one in (config, target))
-    units = np.arange(config.num_heads)
-    kv_place = np.arange(config.num_kv_heads * head_dim)
-    place = ((units // group * wide + units % group)[:, None] * head_dim + np.arange(head_dim)).reshape(-1)
-    kv = _Map(kv_place.size, kv_place, target.num_kv_heads * head_dim, layers)
-    found = {
-        "embed": _Map(config.embed_dim, np.arange(config.embed_dim), target.embed_dim, 0),
-        "query": _Map(place.size, place, target.num_heads * head_dim, layers),
-        "key": kv,
-        "value": kv,
-    }
-    for name, old, new in _mlp_sizes(config, target):
-        found[name] = _Map(old, np.arange(old), new, layers)
-    return found
+    def held(self, params: Any) -> dict[str, jax.Array]:
+        """Return the small model's weights, laid out as the large model's are."""
+        arrows = dims.arrows(params)
 
+        def place(path: str, x: jax.Array) -> jax.Array:
+            if path not in self._places:
+                return x
+            arrow = arrows[path]
+            return jax.device_put(x, carried_over(self._places[path], arrow.dims, arrow, x.shape))
 
-def _mlp_sizes(config: DecoderConfig, target: DecoderConfig) -> Iterator[tuple[str, int, int]]:
-    """Yield name, old and new width of the mlp or of each expert, and of a shared expert."""
-    if not config.moe.num_experts:
-        yield "mlp", config.mlp_dim, target.mlp_dim
-        return
-    yield "mlp", config.moe.mlp_dim or config.mlp_dim, target.moe.mlp_dim or target.mlp_dim
-    yield "shared mlp", config.moe.shared_mlp_dim, target.moe.shared_mlp_dim
+        return {path: place(path, x) for path, x in tree.named_leaves(params).items()}
 
+    def placed(self, batch: Batch) -> dict[str, jax.Array]:
+        """Lay a batch out."""
+        layout = self.execution.layout
+        if layout is None:
+            return {name: jnp.asarray(x) for name, x in batch.items()}
+        return {name: jax.device_put(x, layout.batch_sharding(np.ndim(x))) for name, x in batch.items()}
 
-def _forms(config: DecoderConfig, target: DecoderConfig, maps: Mapping[str, _Map]) -> dict[str, _Form]:
-    """Return how each weight is made, by path."""
-    before, found = tree.named_nodes(abstract_params(config)), {}
-    groups = tuple(one.num_heads // one.num_kv_heads for one in (config, target))
-    for path, node in tree.named_nodes(abstract_params(target)).items():
-        arrow = dims.of(node, path)
-        names = _name_of(arrow.reads, path), _name_of(arrow.writes, path)
-        reads, writes = ((name, maps[name]) if name else None for name in names)
-        if arrow.reads == ("heads", "head_dim") and target.num_heads == config.num_heads:
-            reads = None
-        grows = [named if named and named[1].new > named[1].old else None for named in (reads, writes)]
-        through = groups if arrow.reads == ("heads", "head_dim") and reads else None
-        found[path] = _Form(
-            path, arrow, tuple(node.shape), reads if through else grows[0], grows[1], through,
-            "layers" in arrow.stacked and target.num_layers > config.num_layers,
-            scale_offset(config) if is_norm(path) and path.endswith("/scale") else 0.0,
-        )  # fmt: skip
-        assert len(before[path].shape) == len(node.shape)
-    return found
+    def _loss(self, learned: Learned, held: Mapping[str, jax.Array], batch: Batch) -> jax.Array:
+        """Return the mean loss of the large model, in nats."""
+        graph, like, other = self._model
+
+        def make(path: str, node: Any) -> jax.Array:
+            weight = self.forms[path].weight(held[path], learned).astype(held[path].dtype)
+            return jax.lax.with_sharding_constraint(weight, self._places[path]) if self._places else weight
+
+        with executing(self.execution):
+            total, weight = nnx.merge(graph, tree.map_named(make, like), other).loss(batch)
+        return total / jnp.maximum(weight, 1e-8)
+
+    @cached_property
+    def step(self) -> Any:
+        """The jitted ``(learned, moments, held, batch) -> (learned, moments, loss before)``; donates the first two."""
+
+        def step(learned: Any, moments: Any, held: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+            loss, grads = jax.value_and_grad(self._loss)(learned, held, batch)
+            updates, moments = self.optimizer.update(grads, moments)
+            return self._split(optax.apply_updates(learned, updates)), self._split(moments), loss
+
+        return jax.jit(step, donate_argnums=(0, 1))
+
+    def gathered(self, learned: Any) -> Any:
+        """Return what was learned whole, in the memory of each process."""
+        if layout := self.execution.layout:
+            learned = jax.jit(lambda x: x, out_shardings=layout.replicated())(learned)
+        return jax.tree.map(np.asarray, learned)
