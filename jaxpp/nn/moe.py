@@ -159,9 +159,9 @@ class Moe(nnx.Module):
         y = shared(x)
         if self.shared_gate is None:
             return y
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        kernel = in_use(self.shared_gate.kernel).astype(wide.dtype)
-        gate = jax.nn.sigmoid((wide * kernel).sum(-1, keepdims=True))
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        kernel = in_use(self.shared_gate.kernel).astype(wide)
+        gate = jax.nn.sigmoid((x.astype(wide) * kernel).sum(-1, keepdims=True))
         return (y * gate).astype(x.dtype)
 
 
