@@ -46,7 +46,7 @@ def test_exact_growth_begins_at_the_loss_of_the_small_model(study: tuple[str, di
         if arm["exact"]:
             assert arm["losses"]["0"] == pytest.approx(before, abs=1e-4), name
         else:
-            assert arm["losses"]["0"] > before + 1e-3, name
+            assert arm["losses"]["0"] != pytest.approx(before, abs=1e-3), name
 
 
 def test_a_carried_optimizer_spares_the_bump(study: tuple[str, dict[str, Any], Path]) -> None:

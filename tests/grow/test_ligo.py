@@ -160,7 +160,9 @@ def test_it_says_that_the_function_changes_and_moments_restart():
     assert not leaf.moment(x, 1).any() and leaf.rate() == 1
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "olmo2", "shared"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "shared", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "olmo2"))]
+)
 def test_every_family_learns(name):
     shared = replace(SMALL, moe=MoeConfig(4, 2, 24, shared_mlp_dim=16, shared_gate=True))
     config = shared if name == "shared" else replace(growing.MODELS[name], num_layers=2)
@@ -178,7 +180,7 @@ def test_every_family_learns(name):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("mesh", ["fsdp:4 tensor:2", "data:8"])
+@pytest.mark.parametrize("mesh", ["fsdp:4 tensor:2", pytest.param("data:8", marks=pytest.mark.slow)])
 def test_a_mesh_learns_what_one_device_learns(mesh):
     config = replace(SMALL, vocab_size=96)
     target = replace(LARGE, vocab_size=96, num_heads=8, num_kv_heads=4, embed_dim=64)
@@ -193,6 +195,7 @@ def test_a_mesh_learns_what_one_device_learns(mesh):
         np.testing.assert_allclose(found[path], wanted[path], atol=2e-4, err_msg=path)
 
 
+@pytest.mark.slow
 def test_a_loaded_model_learns_on_its_own_mesh():
     small, layout = model(), Plan(mesh="data:8").layout()
 
