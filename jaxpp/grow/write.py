@@ -124,6 +124,7 @@ def grow(
     try:
         say(f"growing into {place}")
         _write(checkpoint, beside, place, growth, to, carry, mesh, dtype, family, progress)
+        runtime.barrier("the first process has written its documents")
         proof = None
         if exam is not None and before is not None:
             say("running the target")

@@ -23,7 +23,9 @@ def quick_compiles() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("quick_compiles")
-@pytest.mark.parametrize(("mesh", "remat"), [("data:1", "none"), ("data:2 fsdp:2 tensor:2", "full")])
+@pytest.mark.parametrize(
+    ("mesh", "remat"), [pytest.param("data:1", "none", marks=pytest.mark.slow), ("data:2 fsdp:2 tensor:2", "full")]
+)
 def test_the_plain_step_and_ours_agree(mesh: str, remat: str) -> None:
     case = measure.Case(mesh=mesh, remat=remat, model=TOY, batch_size=8, seq_len=16)
     assert measure.check_agreement(case, *measure.pair(case), num_steps=3) < 1e-5

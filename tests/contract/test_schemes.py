@@ -90,7 +90,17 @@ def assert_same(found: tuple[float, dict[str, np.ndarray]], oracle: tuple[float,
         np.testing.assert_allclose(found[1][name], wanted, rtol=0, atol=1e-5 * np.abs(wanted).max(), err_msg=name)
 
 
-@pytest.mark.parametrize("names", compositions(), ids="+".join)
+def cases() -> list[Any]:
+    """Leave what is contained in a larger composition, or alike, to the slow tests."""
+    pairs = {(other, *names) for other in OTHERS for names in WITH_OTHERS if len(names) < 3 and names != ("fsdp",)}
+    inner = {names for names in compositions() if 1 < len(names) < 4 and set(names) < set(BASIC)}
+    slow = pairs | {names for names in inner if "sequence" in names or "zero1" in names}
+    return [
+        pytest.param(one, marks=[pytest.mark.slow] if one in slow else [], id="+".join(one)) for one in compositions()
+    ]
+
+
+@pytest.mark.parametrize("names", cases())
 def test_every_composition_computes_what_one_device_does(names, oracle):
     plan = plan_of(names)
     devices = jax.devices()[:LAYERS] if names == ("stage",) else None

@@ -158,7 +158,7 @@ OTHERS = [
 
 def cases(some: list[Case]) -> list[Any]:
     """Return the cases as parameters; those that `make test` leaves out are slow."""
-    quick = (ZB_H1[0], OTHERS[2])
+    quick = (ZB_H1[0],)
     return [pytest.param(case, id=str(case), marks=() if case in quick else pytest.mark.slow) for case in some]
 
 
