@@ -28,7 +28,7 @@ def grow(arguments: argparse.Namespace) -> int:
     from jaxpp.grow.run import has_moments
     from jaxpp.grow.write import grow as write
 
-    growth = _request(arguments).growth(checkpoint.config)  # type: ignore[arg-type]
+    growth = _request(arguments).growth(checkpoint.config)
     dtype = check_dtype(arguments.dtype) if arguments.dtype else None
     to = arguments.to or ("hf" if checkpoint.format != "orbax" else "orbax")
     carry = to == "orbax" and arguments.optimizer == "carry" and has_moments(checkpoint)

@@ -12,7 +12,6 @@ from jaxpp.grow.moments import grow_moments
 from jaxpp.grow.places import carried_over, make_weight
 from jaxpp.grow.request import Request
 from jaxpp.grow.step import Growth
-from jaxpp.models import DecoderConfig
 
 
 def enlarge(model: Any, growth: Growth | None = None, *, opt_state: Any = None, **wishes: Any) -> Any:
@@ -37,10 +36,7 @@ def enlarge(model: Any, growth: Growth | None = None, *, opt_state: Any = None, 
         >>> enlarge(small, width=2).config.embed_dim
         32
     """
-    config = getattr(model, "config", None)
-    if not isinstance(config, DecoderConfig):
-        raise ValueError(f"a {type(model).__name__} has no DecoderConfig, which growth needs; load one with jaxpp.load")
-    growth = growth or Request(**wishes).growth(config)
+    growth = growth or Request(**wishes).growth(getattr(model, "config", None))
     old, leaves = nnx.split(model, nnx.Param, ...)[1], growth.leaves()
     held, arrows = tree.named_leaves(old), dims.arrows(old)
     graph, wanted, other = nnx.split(nnx.eval_shape(lambda: growth.target.build(nnx.Rngs(0))), nnx.Param, ...)

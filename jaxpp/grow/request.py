@@ -11,6 +11,7 @@ from jaxpp.grow.split import Kind
 from jaxpp.grow.step import Growth, Step
 from jaxpp.grow.target import preset, steps_to
 from jaxpp.grow.width import DEFAULT_NOISE_DB
+from jaxpp.model import ModelConfig
 from jaxpp.models import DecoderConfig
 from jaxpp.names import unknown
 
@@ -85,12 +86,14 @@ class Request:
         names = ("width", "embed_dim", "heads", "kv_heads", "head_dim", "mlp", "vocab", "depth", "layers", "experts")
         return [name for name in names if getattr(self, name)]
 
-    def growth(self, config: DecoderConfig) -> Growth:
+    def growth(self, config: ModelConfig | None) -> Growth:
         """Return the steps that lead from a model to what is asked for.
 
         Raises:
-            ValueError: nothing is asked for, or an operator cannot reach it; says what it can.
+            ValueError: no decoder of ours, nothing asked for, or an operator cannot reach it; says what it can.
         """
+        if not isinstance(config, DecoderConfig):
+            raise ValueError(f"growth needs a model with a DecoderConfig, and this one has a {type(config).__name__}")
         if self.target:
             wanted = preset(self.target) if isinstance(self.target, str) else self.target
             steps = steps_to(config, wanted, noise_db=self.noise_db, seed=self.seed, depth_op=self.depth_op)

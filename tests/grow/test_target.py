@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpp.grow.step import Growth
+from jaxpp.grow import Request
 from jaxpp.grow.target import preset, steps_to
 from jaxpp.models import DecoderConfig
 from jaxpp.nn.moe import MoeConfig
@@ -135,3 +136,8 @@ def test_names_that_are_not_known_get_the_nearest():
         preset("smollm2-350m")
     with pytest.raises(ValueError, match='did you mean "identity"'):
         steps_to(SMALL, replace(SMALL, num_layers=4), depth_op="identities")
+
+
+def test_a_model_that_is_no_decoder_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a model with a DecoderConfig, and this one has a NoneType"):
+        Request(width=2).growth(None)

@@ -80,7 +80,7 @@ def test_one_that_does_not_preserve_prints_its_gap(
 
 
 def test_a_broken_promise_is_an_error_and_the_old_target_stays(source: Path, tmp_path: Path) -> None:
-    growth = Request(width=2).growth(open_checkpoint(source).config)  # type: ignore[arg-type]
+    growth = Request(width=2).growth(open_checkpoint(source).config)
     assert jaxpp("grow", source, tmp_path / "out", "--width", 2, "--check", "off") == 0
     before = command.contents(tmp_path)
     step = growth.steps[0]
