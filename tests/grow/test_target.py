@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxpp.grow.step import Growth
 from jaxpp.grow import Request
+from jaxpp.grow.step import Growth
 from jaxpp.grow.target import preset, steps_to
 from jaxpp.models import DecoderConfig
 from jaxpp.nn.moe import MoeConfig
