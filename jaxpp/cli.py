@@ -1,4 +1,4 @@
-"""The command line: ``jaxpp train | inspect | convert | grow | eval | generate | verify | schedule | launch | doctor``.
+"""The command line: ``jaxpp train | inspect | convert | grow | shard | generate | serve | eval | verify | ...``.
 
 Exit codes: 0 done, 2 the user's mistake (one line on stderr), 1 ours.
 """
@@ -12,7 +12,15 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxpp import commands, grow_commands, runtime, schedule_commands
+from jaxpp import (
+    commands,
+    generate_commands,
+    grow_commands,
+    runtime,
+    schedule_commands,
+    serve_commands,
+    shard_commands,
+)
 
 OVERRIDES = "settings such as train.num_steps=20 plan.mesh='data:2 tensor:4' (--key value works too)"
 
@@ -56,15 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--max_tokens", type=int, default=0, help="tokens of each document; all by default")
     one.add_argument("--max_documents", type=int, help="documents of each source; all by default")
     _add_loading(one)
-    one = _add(names, "generate", commands.generate)
-    one.add_argument("path", metavar="CHECKPOINT")
-    one.add_argument("--prompt", required=True)
-    one.add_argument("--chat", action="store_true", help="the prompt is a user's message; the model answers")
-    one.add_argument("--max_new_tokens", type=int, default=100)
-    one.add_argument("--temperature", type=float, default=0.8)
-    one.add_argument("--top_k", type=int, default=50)
-    one.add_argument("--seed", type=int, default=0)
-    _add_loading(one)
+    _add_loading(generate_commands.add_parser(names))
+    _add_loading(serve_commands.add_parser(names))
+    shard_commands.add_parser(names)
     one = _add(names, "verify", commands.verify)
     one.add_argument("path", metavar="RUN.yaml|CHECKPOINT")
     _add_loading(grow_commands.add_parser(names))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxpp import runtime
 
@@ -42,7 +41,8 @@ def bar(words: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda num_bytes, total: progress.update(task, advance=num_bytes, total=total)
 
 
-def _load(arguments: argparse.Namespace, checkpoint: Checkpoint):
+def loaded(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Any:
+    """Load the checkpoint that was opened onto the mesh that is named, with a bar."""
     from jaxpp.conversion import load
     from jaxpp.pretrained import stored_bytes
 
@@ -107,29 +107,11 @@ def _is_run(path: Path) -> bool:
     return (source.directory / str(source.step) / "data.json").exists()
 
 
-def generate(arguments: argparse.Namespace) -> int:
-    """Continue a prompt with a checkpoint of any format, or answer it (--chat)."""
-    from jaxpp.serve.sample import prompt_ids, sample
-
-    refuse_overrides(arguments)
-    checkpoint = opened(arguments)
-    prompt_ids(checkpoint.tokenizer(), arguments.prompt, arguments.chat)  # before weights are read, which takes a while
-    pieces = sample(
-        _load(arguments, checkpoint), arguments.prompt, chat=arguments.chat, max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature, top_k=arguments.top_k, seed=arguments.seed,
-    )  # fmt: skip
-    said = iter(pieces) if arguments.chat else itertools.chain([arguments.prompt], pieces)
-    for piece in said:  # every process runs the model; one speaks
-        print(piece if runtime.is_main() else "", end="", flush=True)
-    print(end="\n" if runtime.is_main() else "")
-    return 0
-
-
 def evaluate(arguments: argparse.Namespace) -> int:
     """Print perplexity and bits per byte of a checkpoint of any format on texts."""
     from jaxpp.data import CorpusConfig, read_documents
+    from jaxpp.data.tokenizer import required
     from jaxpp.serve.perplexity import check_windows, score_texts, windows_for
-    from jaxpp.serve.sample import required
 
     refuse_overrides(arguments)
     checkpoint, most = opened(arguments), arguments.max_documents
@@ -137,7 +119,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     windows = windows_for(checkpoint.config, arguments.window, arguments.stride, arguments.batch_size)
     check_windows(windows, checkpoint.config)
     documents = [document for source in arguments.text for document in read_documents(CorpusConfig(source), most)]
-    model = _load(arguments, checkpoint)
+    model = loaded(arguments, checkpoint)
     scores = score_texts(model, tokenizer, [document.text for document in documents], windows, arguments.max_tokens)
     if runtime.is_main():
         print(_table([document.name for document in documents], scores))

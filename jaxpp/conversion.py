@@ -79,7 +79,7 @@ def load(
     """
     checkpoint = open_checkpoint(source, accept) if isinstance(source, str | Path) else source
     plan = Plan(mesh=mesh)
-    layout = plan.layout(devices if devices is not None else named_devices(mesh))
+    layout = layout_of(checkpoint, mesh, devices)
     chosen = jnp.dtype(check_dtype(dtype)) if dtype else usual_dtype(checkpoint)
     params = checkpoint.read(like(checkpoint, layout, chosen), progress)
     config = filled_up(checkpoint.config, layout)
@@ -87,6 +87,19 @@ def load(
     model: Any = nnx.merge(graph, params, other)
     model.loaded = Loaded(plan.execution(layout), checkpoint.tokenizer(), checkpoint.texts, checkpoint.notes)
     return model
+
+
+def layout_of(checkpoint: Checkpoint, mesh: str, devices: Sequence[Device] | None = None) -> Layout:
+    """Return the layout of a checkpoint's weights on a mesh.
+
+    Where grouped queries have fewer kv heads than axis ``tensor`` has devices, several of these hold the same ones.
+
+    Raises:
+        ValueError: the mesh does not fit the devices.
+    """
+    layout = Plan(mesh=mesh).layout(devices if devices is not None else named_devices(mesh))
+    config = checkpoint.config
+    return layout.shared("kv_heads", config.num_kv_heads) if isinstance(config, DecoderConfig) else layout
 
 
 def named_devices(mesh: str) -> Sequence[Device]:
@@ -209,7 +222,7 @@ def convert(
     check_target(target, to, overwrite, checkpoint.name)
     if to == "hf":
         family = family_to_write(checkpoint.config, checkpoint.texts, family).model_type
-    layout = Plan(mesh=mesh).layout(named_devices(mesh))
+    layout = layout_of(checkpoint, mesh)
     wanted = like(checkpoint, layout, jnp.dtype(check_dtype(dtype)) if dtype else None)
     config = filled_up(checkpoint.config, layout)
     if to == "orbax":

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from jaxpp import dims, tree
-from jaxpp.conversion import like, named_devices
+from jaxpp.conversion import layout_of, like
 from jaxpp.data import Tokenizer
 from jaxpp.models import DecoderConfig
 from jaxpp.models.canonical import spread
-from jaxpp.parallel import Layout, Plan, bytes_per_device
+from jaxpp.parallel import Layout, bytes_per_device
 from jaxpp.pretrained import Checkpoint
 from jaxpp.quantities import show_bytes
 from jaxpp.train.report import SHORT_DTYPES, columns, split_words
@@ -29,7 +29,7 @@ def describe(checkpoint: Checkpoint, mesh: str = "data:1") -> str:
     Raises:
         ValueError: the mesh cannot hold a weight.
     """
-    layout = Plan(mesh=mesh).layout(named_devices(mesh))
+    layout = layout_of(checkpoint, mesh)
     params = like(checkpoint, layout)
     return "\n\n".join(["\n".join(columns(_summary(checkpoint, params))), _weights(params, layout)])
 

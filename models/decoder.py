@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -145,21 +146,25 @@ class Decoder(nnx.Module):
 
         Args:
             x: the residual stream.
-            batch: positions, and what else the blocks need of it.
+            batch: positions, and what else the blocks need of it. With ``caches``, one for each layer, the tokens go on
+                from those in them; ``lengths`` ``[batch]`` then says how many a row will have.
             first_layer: number of the first block, where this is a stage that holds some of them.
         """
         weight = batch["weights"].astype(jnp.float32).sum() if "weights" in batch else None
-        rotary, window_rotary = self._rotary(batch["positions"])
+        rotary, window_rotary = self._rotary(batch["positions"], batch.get("lengths"))
         context = Context(batch["positions"], batch.get("segments"), rotary, window_rotary, weight)
         layers = self.config.layers()
         each = layers and layers_from(layers, first_layer, num_blocks(self.blocks))
+        if "caches" in batch:
+            each = each or [ALIKE] * num_blocks(self.blocks)
+            each = [replace(one, cache=cache) for one, cache in zip(each, batch["caches"], strict=True)]
         return run_blocks(self.blocks, x, context, each=each)
 
-    def _rotary(self, positions: jax.Array) -> tuple[rope.Rotary | None, rope.Rotary | None]:
+    def _rotary(self, positions: jax.Array, lengths: jax.Array | None) -> tuple[rope.Rotary | None, rope.Rotary | None]:
         config = self.config
         if config.positions != "rope":
             return None, None
-        rotary = rope.angles(positions, config.rotary_dim, config.rope_base, config.rope_scaling)
+        rotary = rope.angles(positions, config.rotary_dim, config.rope_base, config.rope_scaling, lengths)
         own = config.window and config.window_rope_base
         return rotary, rope.angles(positions, config.rotary_dim, config.window_rope_base) if own else None
 

@@ -262,3 +262,14 @@ def _byte_level(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def required(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Return the tokenizer of a checkpoint.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if tokenizer is None:
+        raise ValueError("the checkpoint has no tokenizer; put its tokenizer.json beside the weights")
+    return tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp.serve.generate import generate
+from jaxpp.serve.generate import greedy
 from jaxpp.serve.perplexity import Score, Windows, score_texts
 
 NUM_GREEDY = 32
@@ -93,24 +93,19 @@ def ask(
     """
     rows = np.asarray(tokens, np.int32)
     prompt = rows[0, :PROMPT].tolist()
-    greedy = _continue(model, prompt, num_greedy) if like is None else _follow(model, prompt, like.greedy)
+    continued = _continue(model, prompt, num_greedy) if like is None else _follow(model, prompt, like.greedy)
     score = None
     if text:
         size = min(256, model.config.max_positions)
         score = score_texts(model, model.tokenizer, [text], Windows(size, size, 1), max_tokens)[0]
-    return Said(_whole(model(rows)), greedy, score)
+    return Said(_whole(model(rows)), continued, score)
 
 
 def _continue(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
     room = min(count, model.config.max_positions - len(prompt))
     if room < 1:
         return ()
-    return tuple(
-        generate(
-            model, prompt, room, max_positions=model.config.max_positions, temperature=0.0,
-            execution=model.loaded.execution if model.loaded else None, num_tokens=model.config.vocab_size,
-        )
-    )  # fmt: skip
+    return tuple(greedy(model, prompt, room, model.loaded.execution if model.loaded else None))
 
 
 def _follow(model: Any, prompt: list[int], continuation: tuple[int, ...]) -> tuple[int, ...]:

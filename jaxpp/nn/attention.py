@@ -73,10 +73,12 @@ class Layer:
     Args:
         window: whether it has the config's window.
         rotary: whether its queries and keys turn.
+        cache: a `jaxpp.nn.paged.PagedCache` with the tokens before these; None: there are none.
     """
 
     window: Any = True
     rotary: Any = True
+    cache: Any = None
 
 
 ALIKE = Layer()
@@ -254,8 +256,18 @@ class Attention(nnx.Module):
         if (rotary := _rotary(context, layer)) is not None:
             q_BTHD, k_BTKD = rope.rotate(q_BTHD, *rotary), rope.rotate(k_BTKD, *rotary)
         window = 0 if layer.window is False else config.window
-        name = choose_kernel(current().attention, x.dtype, x.shape[1], config.head_dim, window, config.soft_cap)
         scale = config.scale or config.head_dim**-0.5
+        if layer.cache is not None:
+            at = (
+                context.positions
+                if context.segments is None
+                else jnp.where(context.segments > 0, context.positions, -1)
+            )
+            y_BTHD = layer.cache.attend(
+                q_BTHD, k_BTKD, v_BTKD, at, window=window, scale=scale, soft_cap=config.soft_cap
+            )
+            return self.out(constrain(y_BTHD, "batch seq heads head_dim"))
+        name = choose_kernel(current().attention, x.dtype, x.shape[1], config.head_dim, window, config.soft_cap)
         scores = Scores(_mask(context, window, layer), context.segments, scale, config.soft_cap)
         return self.out(constrain(KERNELS[name](q_BTHD, k_BTKD, v_BTKD, scores), "batch seq heads head_dim"))
 

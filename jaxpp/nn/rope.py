@@ -18,7 +18,11 @@ Rotary = tuple[jax.Array, jax.Array]
 
 
 def angles(
-    positions: Int[Array, "batch seq"], rotary_dim: int, base: float, scaling: RopeScaling | None = None
+    positions: Int[Array, "batch seq"],
+    rotary_dim: int,
+    base: float,
+    scaling: RopeScaling | None = None,
+    lengths: Int[Array, " batch"] | None = None,
 ) -> tuple[Float[Array, "batch seq half"], Float[Array, "batch seq half"]]:
     """Return cosine and sine of ``position x base^(-2k / rotary_dim)``, ``k < rotary_dim / 2``, in fp32.
 
@@ -27,14 +31,15 @@ def angles(
         rotary_dim: how many dims of a head are rotated, even.
         base: wavelength base, 10,000 in the paper.
         scaling: how frequencies are stretched. The kinds ``dynamic`` and ``longrope`` depend on the length of a
-            sequence: that of the row's largest position.
+            sequence.
+        lengths: of each row, where it has more tokens than these; by default one more than its largest position.
 
     Source: Su, Lu, Pan, Murtadha, Wen, Liu, RoFormer, 2021, section 3.4.2.
     """
     scaling = scaling or RopeScaling()
     turned = _turned(positions, scaled_frequencies(rotary_dim, base, scaling))
     if scaling.kind in ("dynamic", "longrope"):
-        length = positions.max(axis=-1, keepdims=True)[..., None] + 1
+        length = (positions.max(axis=-1) + 1 if lengths is None else lengths)[:, None, None]
         if scaling.kind == "longrope":
             beyond = _turned(positions, scaled_frequencies(rotary_dim, base, scaling, beyond=True))
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,6 @@ from jaxpp import dims, tree
 from jaxpp.names import unknown
 from jaxpp.parallel import PRODUCT, active_layout, current, residual
 from jaxpp.pipeline.spmd import AXIS, pipelined
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float
 
 KEPT = "block"  # blocks give this `checkpoint_name` to what remat "block" keeps: the outputs of attention and mlp
 
@@ -65,8 +62,39 @@ def stack_blocks(make: Callable[[jax.Array], nnx.Module], key: jax.Array, num_la
     return nnx.merge(graph, _map_arrows(stacked, lambda arrow: arrow.stack("layers")))
 
 
+class Layers(nnx.Module):
+    """Blocks one by one, each with its own weights: no step has to cut them out of a stack.
+
+    Decoding reads every weight once for each token, and a cut is a copy.
+    """
+
+    def __init__(self, blocks: Sequence[nnx.Module]):
+        """Keep the blocks, first to last."""
+        self.blocks = nnx.List(blocks)
+
+
+def unstack_blocks(blocks: nnx.Module) -> Layers:
+    """Return the blocks of a stacked module one by one; each stacked weight is freed as soon as it is cut.
+
+    Args:
+        blocks: as `stack_blocks` builds it. It is of no use afterwards.
+    """
+    graph, state = nnx.split(blocks)
+    count = num_blocks(blocks)
+    cut = jax.jit(lambda x: [x[i] for i in range(count)])
+    columns = []
+    leaves, structure = jax.tree.flatten(_map_arrows(state, dims.Arrow.unstack))
+    for stacked in leaves:
+        columns.append(cut(stacked))
+        stacked.delete()
+    rows = zip(*columns, strict=True)
+    return Layers([nnx.merge(graph, jax.tree.unflatten(structure, row)) for row in rows])
+
+
 def num_blocks(blocks: nnx.Module) -> int:
-    """Return how many blocks a stacked module holds."""
+    """Return how many blocks a module holds, stacked or one by one."""
+    if isinstance(blocks, Layers):
+        return len(blocks.blocks)
     return jax.tree.leaves(nnx.state(blocks))[0].shape[0]
 
 
@@ -79,31 +107,69 @@ def layers_from(each: Sequence[Any], first: int | jax.Array, count: int) -> Sequ
     return [jax.tree.map(lambda leaf, i=i: leaf[i], own) for i in range(count)]
 
 
+def split_blocks(blocks: nnx.Module, at: int) -> tuple[nnx.Module, nnx.Module]:
+    """Return the first `at` blocks and those from there on, each kept as `blocks` are; either may hold none.
+
+    Cost: a copy of stacked weights, where a loop runs over a part of them.
+    """
+    if isinstance(blocks, Layers):
+        return Layers(blocks.blocks[:at]), Layers(blocks.blocks[at:])
+    graph, state = nnx.split(blocks)
+    leaves, structure = jax.tree.flatten(state)
+    columns = [jax.lax.split(leaf, [at, leaf.shape[0] - at]) for leaf in leaves]  # transposes to one concatenation
+    first, rest = (nnx.merge(graph, jax.tree.unflatten(structure, part)) for part in zip(*columns, strict=True))
+    return first, rest
+
+
+def _call(block: Any, *arguments: Any) -> Any:
+    return block(*arguments)
+
+
 def run_blocks(
-    blocks: nnx.Module, x: Float[Array, "batch seq embed"], *shared: Any, each: Sequence[Any] | None = None
-) -> Float[Array, "batch seq embed"]:
+    blocks: nnx.Module,
+    x: Any,
+    *shared: Any,
+    each: Sequence[Any] | None = None,
+    call: Callable[..., Any] = _call,
+) -> Any:
     """Run stacked blocks one after another: ``x = block(x, *shared)`` for each layer.
 
     Scanned, the block is compiled once and its weights are sliced by the loop; unrolled, XLA sees every layer. The plan
     in force names which, and what the backward pass recomputes.
 
     Args:
-        blocks: as `stack_blocks` builds it.
-        x: the residual stream.
+        blocks: as `stack_blocks` builds it, or `unstack_blocks`.
+        x: the residual stream ``[batch, seq, embed]``, or a tree of several.
         shared: what every layer gets besides (positions, segments).
         each: one more argument for each layer, trees of numbers; they stay Python's own where layers run unrolled.
+        call: what runs a block, ``x = call(block, x, *shared)``.
+
+    Returns:
+        What the last block returns, as `x`.
+
+    Raises:
+        ValueError: several streams over mesh axis ``stage``, which hands one on.
     """
+    if isinstance(blocks, Layers):
+        for layer, block in enumerate(blocks.blocks):
+            x = jax.tree.map(residual, call(block, x, *shared, *(() if each is None else (each[layer],))))
+        return x
     graph, state = nnx.split(blocks)
     execution = current()
 
-    def body(x: jax.Array, one: Any, own: tuple[Any, ...], shared: tuple[Any, ...] = shared) -> jax.Array:
+    def body(x: Any, one: Any, own: tuple[Any, ...], shared: tuple[Any, ...] = shared) -> Any:
         block: Any = nnx.merge(graph, _map_arrows(one, dims.Arrow.unstack))
-        return residual(block(x, *shared, *own))
+        return jax.tree.map(residual, call(block, x, *shared, *own))
 
     policy = remat_policy(execution.remat)
     stacked = () if each is None else (jax.tree.map(lambda *leaves: jnp.stack(leaves), *each),)
     layout = active_layout()
     if layout is not None and layout.mesh.shape.get(AXIS, 1) > 1 and AXIS not in _manual():
+        if (count := len(jax.tree.leaves(x))) > 1:
+            raise ValueError(
+                f"these layers hand on {count} residual streams (ladder_layers), and mesh axis {AXIS}: "
+                f"{layout.mesh.shape[AXIS]} hands on one; leave the axis out, or set ladder_layers = 0"
+            )
 
         def chunk(x: jax.Array, layers: Any, shared: tuple[Any, ...]) -> jax.Array:
             return jax.lax.scan(lambda x, one: (body(x, one[0], one[1], shared), None), x, layers)[0]

@@ -22,4 +22,4 @@ class Data:
     def rules(self) -> Rules:
         """Batch to ``data``, for all activations."""
         batch = {"batch": ("data",)}
-        return Rules(inside=batch, residual=batch)
+        return Rules(inside=batch, residual=batch, cache=batch)

@@ -39,7 +39,7 @@ class Expert:
     def rules(self) -> Rules:
         """``experts`` of weights and moments to ``expert``, and the batch of all activations."""
         experts, batch = {"experts": ("expert",)}, {"batch": ("expert",)}
-        return Rules(weights=experts, compute=experts, moments=experts, inside=batch, residual=batch)
+        return Rules(weights=experts, compute=experts, moments=experts, inside=batch, residual=batch, cache=batch)
 
 
 @dataclass(frozen=True)

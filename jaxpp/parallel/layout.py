@@ -17,7 +17,7 @@ from jaxpp import dims as arrows
 from jaxpp import tree
 from jaxpp.parallel.rules import DimRules, Rules, Scheme
 
-Place = Literal["weights", "compute", "moments", "inside", "residual"]
+Place = Literal["weights", "compute", "moments", "inside", "residual", "cache"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,25 @@ class Layout:
 
         rules = replace(self.rules, weights=left(self.rules.weights), moments=left(self.rules.moments))
         return replace(self, rules=rules)
+
+    def shared(self, dim: str, size: int) -> Layout:
+        """Return this layout with `dim` whole in weights and blocks, if it has fewer elements than parts.
+
+        What decoding caches stays split: each element is then kept by ``parts / size`` devices.
+
+        Args:
+            dim: ``"kv_heads"``, of which a model with grouped queries has few.
+            size: its elements; where they do not divide the parts, this layout is returned, and refuses them.
+        """
+        parts = self.num_shards(dim, "weights")
+        if size >= parts or parts % size:
+            return self
+
+        def left(rules: DimRules) -> DimRules:
+            return {name: axes for name, axes in rules.items() if name != dim}
+
+        kept = {f.name: left(getattr(self.rules, f.name)) for f in fields(self.rules)}
+        return replace(self, rules=Rules(**{**kept, "cache": self.rules.cache}))
 
     def axes(self, dim: str, place: Place) -> tuple[str, ...]:
         """Return the mesh axes that split `dim` in `place`; axes of size 1 count as none."""
@@ -194,7 +213,7 @@ def compose(mesh: Mesh, schemes: Sequence[Scheme], extra: DimRules | None = None
             "the same; add a scheme that uses it or drop the axis"
         )
     total = sum((scheme.rules() for scheme in schemes), Rules())
-    return Layout(mesh, total + Rules(own, own, own, own, {}), tuple(dims))
+    return Layout(mesh, total + Rules(own, own, own, own, {}, own), tuple(dims))
 
 
 def _check_scheme(scheme: Scheme, names: Sequence[str], mesh: Mesh) -> None:

@@ -9,13 +9,17 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxpp.parallel.execution import active_layout
-from jaxpp.parallel.layout import Layout
+from jaxpp.parallel.layout import Layout, Place
 
 
 def per_shard(
-    function: Callable[..., jax.Array], arguments: Sequence[jax.Array], dims: Sequence[str], result: str
-) -> jax.Array:
-    """Apply `function` to every device's shards of the arguments, as they are laid out inside a block.
+    function: Callable[..., Any],
+    arguments: Sequence[jax.Array],
+    dims: Sequence[str],
+    results: str | tuple[str, ...],
+    place: Place = "inside",
+) -> Any:
+    """Apply `function` to every device's shards of the arguments, as they are laid out in a place.
 
     The function must not mix elements along a split dim: every shard is on its own.
 
@@ -23,7 +27,8 @@ def per_shard(
         function: takes and returns local shards.
         arguments: arrays.
         dims: the dims of each, e.g. ``"batch seq heads head_dim"``.
-        result: the dims of the result.
+        results: the dims of the result, or of each of several.
+        place: where they lie, by default inside a block.
 
     Raises:
         ValueError: a dim does not divide over its axes.
@@ -34,14 +39,17 @@ def per_shard(
     if layout is None:
         return function(*arguments)
     for x, names in zip(arguments, dims, strict=True):
-        layout.sharding(names.split(), x.shape, "inside", f"activation {names}")
-    specs = tuple(layout.spec(names.split(), "inside") for names in dims)
+        layout.sharding(names.split(), x.shape, place, f"activation {names}")
+
+    def spec(names: str) -> PartitionSpec:
+        return layout.spec(names.split(), place)
+
     shard = jax.shard_map(
         function,
         mesh=layout.mesh,
         axis_names=_automatic(layout),
-        in_specs=specs,
-        out_specs=layout.spec(result.split(), "inside"),
+        in_specs=tuple(map(spec, dims)),
+        out_specs=spec(results) if isinstance(results, str) else tuple(map(spec, results)),
         check_vma=False,  # kernels do not say how their results vary; differentiation happens outside
     )
     return shard(*arguments)

@@ -22,6 +22,7 @@ class Rules:
         moments: optimizer state, and the gradients that feed it.
         inside: activations inside a block (heads, mlp, vocab).
         residual: activations between blocks, ``"batch seq embed"``.
+        cache: keys and values that decoding keeps, and the attention over them; pages are split as ``batch``.
     """
 
     weights: DimRules = field(default_factory=dict)
@@ -29,6 +30,7 @@ class Rules:
     moments: DimRules = field(default_factory=dict)
     inside: DimRules = field(default_factory=dict)
     residual: DimRules = field(default_factory=dict)
+    cache: DimRules = field(default_factory=dict)
 
     def __add__(self, other: Rules) -> Rules:
         """Append the axes of `other` to those of each dim."""

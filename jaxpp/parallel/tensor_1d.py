@@ -27,4 +27,5 @@ class Tensor1D:
     def rules(self) -> Rules:
         """``heads kv_heads mlp vocab`` to ``tensor`` everywhere."""
         split = {dim: ("tensor",) for dim in ("heads", "kv_heads", "mlp", "vocab")}
-        return Rules(weights=split, compute=split, moments=split, inside=split)
+        heads = {dim: split[dim] for dim in ("heads", "kv_heads")}
+        return Rules(weights=split, compute=split, moments=split, inside=split, cache=heads)

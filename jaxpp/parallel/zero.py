@@ -47,4 +47,4 @@ class Fsdp:
     def rules(self) -> Rules:
         """Weights' and moments' ``embed`` to ``fsdp``, and the batch of all activations."""
         batch, embed = {"batch": ("fsdp",)}, {"embed": ("fsdp",)}
-        return Rules(weights=embed, moments=embed, inside=batch, residual=batch)
+        return Rules(weights=embed, moments=embed, inside=batch, residual=batch, cache=batch)

@@ -12,6 +12,7 @@ CORE = {"jax", "jaxlib", "flax", "optax", "orbax", "etils", "chex", "numpy", "ja
 # Packages that none of CORE's own imports bring in, so their presence is our doing.
 OPTIONAL = (
     "grain", "tokenizers", "gguf", "huggingface_hub", "jinja2", "jsonargparse", "tensorboardX", "matplotlib", "fastapi",
+    "uvicorn", "prometheus_client",
     "ray",
 )  # fmt: skip
 

@@ -35,7 +35,9 @@ RANKS = {
     "convert": 4,
     "train": 5,
     "models": 5,
-    "serve": 5,
+    "partition": 5,
+    "serve": 5.1,  # it offers the partitioner
+    "server": 5.2,
     "regime": 6,
     "swarm": 6,
     "doctor": 6,
@@ -49,6 +51,9 @@ RANKS = {
     "describe": 6.3,
     "commands": 6.9,
     "grow_commands": 6.95,
+    "generate_commands": 6.95,
+    "serve_commands": 6.95,
+    "shard_commands": 6.95,
     "cli": 7,
     "__main__": 8,
     "": 8,  # the package itself: it offers names from everywhere, so nothing inside imports from it
@@ -73,8 +78,9 @@ DOORS = {
     "rich": {"train", "commands"},
     "psutil": {"runtime", "doctor"},
     "ray": {"swarm", "regime"},
-    "fastapi": {"serve.server"},
-    "uvicorn": {"serve.server"},
+    "fastapi": {"server.app"},
+    "uvicorn": {"server.listen"},
+    "prometheus_client": {"server.metrics"},
 }
 
 
