@@ -67,7 +67,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         kv_heads=arguments.kv_heads, head_dim=arguments.head_dim, mlp=arguments.mlp, vocab=arguments.vocab,
         depth=arguments.depth, depth_op=arguments.depth_op, layers=layers, experts=arguments.experts,
         top_k=arguments.top_k, granularity=arguments.granularity, drop=arguments.drop,
-        ramp_steps=arguments.ramp_steps, target=arguments.to_size, seed=arguments.seed,
+        ladder=arguments.ladder, ramp_steps=arguments.ramp_steps, target=arguments.to_size, seed=arguments.seed,
     )  # fmt: skip
 
 
@@ -151,6 +151,10 @@ def add_parser(names: Any) -> argparse.ArgumentParser:
     size.add_argument("--depth", type=int, default=0, help="layers")
     size.add_argument("--layers", default="", metavar="0,1,1,2", help="the source layer of each layer, for any order")
     size.add_argument("--experts", type=int, default=0, help="turn the mlp into this many experts")
+    size.add_argument(
+        "--ladder", type=int, default=0, metavar="K",
+        help="let the last K layers read the stream one branch earlier, so that all-reduces overlap; train on a little",
+    )  # fmt: skip
     size.add_argument(
         "--target", dest="to_size", default="", metavar="PRESET", help="all sizes of a preset, e.g. llama-3.2-1b"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,11 +22,13 @@ from jaxpp.nn import (
     Linear,
     Mlp,
     Norm,
+    Streams,
     cross_entropy,
     layers_from,
     num_blocks,
     rope,
     run_blocks,
+    split_blocks,
     stack_blocks,
 )
 from jaxpp.nn.attention import ALIKE
@@ -36,6 +39,8 @@ from jaxpp.nn.stack import KEPT
 from jaxpp.parallel import constrain, in_use, residual
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from jaxtyping import Array, Float, Int
 
 __all__ = ["SIZES", "Block", "Decoder", "DecoderConfig"]
@@ -78,6 +83,12 @@ class Block(nnx.Module):
         x = residual(x + checkpoint_name(residual(attended), KEPT))
         return x + checkpoint_name(residual(self._feed(x, context)), KEPT)
 
+    def through(self, streams: Streams, context: Context, layer: Layer = ALIKE, *, ladder: bool) -> Streams:
+        """Run the block where later ones are, or this one is, on the ladder (`jaxpp.nn.ladder`)."""
+        for branch in (partial(self._attend, context=context, layer=layer), partial(self._feed, context=context)):
+            streams = jax.tree.map(residual, streams.through(partial(_added, branch), ladder=ladder))
+        return streams
+
     def _attend(self, x: jax.Array, context: Context, layer: Layer) -> jax.Array:
         y = self.attention(_entering(self.attention_norm, x), context, layer)
         return y if self.attention_post_norm is None else self.attention_post_norm(residual(y))
@@ -90,6 +101,11 @@ class Block(nnx.Module):
         else:
             y = self.mlp(entered)
         return y if self.mlp_post_norm is None else self.mlp_post_norm(residual(y))
+
+
+def _added(branch: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Return what a branch adds to the stream, reduced before it is added."""
+    return checkpoint_name(residual(branch(x)), KEPT)
 
 
 def _entering(norm: Norm | None, x: jax.Array) -> jax.Array:
@@ -149,6 +165,9 @@ class Decoder(nnx.Module):
             batch: positions, and what else the blocks need of it. With ``caches``, one for each layer, the tokens go on
                 from those in them; ``lengths`` ``[batch]`` then says how many a row will have.
             first_layer: number of the first block, where this is a stage that holds some of them.
+
+        Raises:
+            ValueError: a stage of a model with ladder layers, which would have to hand two streams on.
         """
         weight = batch["weights"].astype(jnp.float32).sum() if "weights" in batch else None
         rotary, window_rotary = self._rotary(batch["positions"], batch.get("lengths"))
@@ -158,7 +177,24 @@ class Decoder(nnx.Module):
         if "caches" in batch:
             each = each or [ALIKE] * num_blocks(self.blocks)
             each = [replace(one, cache=cache) for one, cache in zip(each, batch["caches"], strict=True)]
+        if self.config.ladder_layers:
+            return self._through(x, context, each)
         return run_blocks(self.blocks, x, context, each=each)
+
+    def _through(self, x: jax.Array, context: Context, each: Sequence[Layer] | None) -> jax.Array:
+        """Run the standard blocks, then those on the ladder: two programs, as a choice by layer would wait for both."""
+        ladder, held, wanted = self.config.ladder_layers, num_blocks(self.blocks), self.config.num_layers
+        if held != wanted:
+            raise ValueError(
+                f"a stage with {held} of {wanted} layers hands on one residual stream, and ladder_layers = {ladder} "
+                "needs two; run the model without pipeline stages, or set ladder_layers = 0"
+            )
+        streams, at = Streams(x, x), wanted - ladder
+        parts = (None, None) if each is None else (each[:at], each[at:])
+        for blocks, own, is_ladder in zip(split_blocks(self.blocks, at), parts, (False, True), strict=True):
+            if num_blocks(blocks):
+                streams = run_blocks(blocks, streams, context, each=own, call=partial(Block.through, ladder=is_ladder))
+        return streams.newest
 
     def _rotary(self, positions: jax.Array, lengths: jax.Array | None) -> tuple[rope.Rotary | None, rope.Rotary | None]:
         config = self.config

@@ -46,6 +46,7 @@ class DecoderConfig:
     )
     norm_place: Literal["pre", "post", "both"] = "pre"  # on what a branch reads, on what it adds, or both
     parallel: bool = False  # attention and mlp read the same residual stream, each through its own norm
+    ladder_layers: int = 0  # the last so many layers read the stream as it was one branch earlier (jaxpp.nn.ladder)
     positions: Literal["rope", "learned"] = "rope"
     rope_base: float = 10_000.0
     rope_scaling: RopeScaling = RopeScaling()
@@ -83,6 +84,7 @@ class DecoderConfig:
             raise ValueError(
                 f"model.vocab_rows {self.vocab_rows}: vocab_size {self.vocab_size} or more are needed, or 0"
             )
+        self._check_ladder()
         self._set("mlp_dim", self.mlp_dim or _default_mlp_dim(self.embed_dim, self.mlp))
         if self.num_heads % self.num_kv_heads:
             fits = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
@@ -92,6 +94,18 @@ class DecoderConfig:
             )
         if self.positions == "rope":
             self._check_rotary()
+
+    def _check_ladder(self) -> None:
+        if not 0 <= self.ladder_layers <= self.num_layers:
+            raise ValueError(
+                f"model.ladder_layers {self.ladder_layers}: 0 to num_layers {self.num_layers} are needed, the last so "
+                "many of them"
+            )
+        if self.ladder_layers and self.parallel:
+            raise ValueError(
+                f"model.ladder_layers {self.ladder_layers} with model.parallel: the mlp of a parallel block waits for "
+                "no all-reduce as it is; set one of the two"
+            )
 
     def _check_rotary(self) -> None:
         if not self.rotary_dim and self.head_dim % 2:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,20 @@ if platform is None:
     os.environ["XLA_FLAGS"] = " ".join(flags)
 
 import jax  # noqa: E402 (the flags come first)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that `slow.txt` names; refuse names of files that were collected whole and hold no such test."""
+    lines = (Path(__file__).parent / "slow.txt").read_text().splitlines()
+    slow = {line for line in lines if line and not line.startswith("#")}
+    found = {item.nodeid: item for item in items}
+    for name in slow & set(found):
+        found[name].add_marker(pytest.mark.slow)
+    chosen = any("::" in argument for argument in config.args)
+    files = {name.partition("::")[0] for name in found}
+    unknown = [name for name in sorted(slow - set(found)) if name.partition("::")[0] in files and not chosen]
+    if unknown:
+        raise pytest.UsageError(f"tests/slow.txt names tests that are not there: {', '.join(unknown)}")
 
 
 @pytest.fixture(autouse=True, scope="module")

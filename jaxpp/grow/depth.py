@@ -1,6 +1,7 @@
 """More layers: each layer of the target is a copy of one of the source, and may begin as the identity.
 
-Layers are counted from 0; ``[0, 1, 1]`` are three layers, the last two both copies of the source's second.
+Layers are counted from 0; ``[0, 1, 1]`` are three layers, the last two both copies of the source's second. Of a model
+whose last layers are on the ladder, as many of the target are as copy one of these without a break up to the end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def depth(
     """Make each layer from one of the source; windows and rotary layers go with it.
 
     The function is preserved, to the bit, where the layers that are not made identities are those of the source in
-    their order.
+    their order, and none of the identities stands directly before a layer on the ladder, or behind one.
 
     Args:
         config: of the model.
@@ -40,9 +41,13 @@ def depth(
     _check(config, layers, identities)
     kept = [source for layer, source in enumerate(layers) if layer not in identities]
     same = kept == list(range(config.num_layers))
-    target = replace(config, num_layers=len(layers), **_patterns(config, layers))
+    num_ladder = _num_ladder(config, layers)
+    target = replace(config, num_layers=len(layers), ladder_layers=num_ladder, **_patterns(config, layers))
     maps = {("layers", config.num_layers): Spread(config.num_layers, np.asarray(layers))}
     gap = "" if same else f"the source's layers run {_runs(kept)}, not 0-{config.num_layers - 1}"
+    near = any(layer >= len(layers) - num_ladder - 1 for layer in identities)
+    if same and config.ladder_layers and (near or num_ladder != config.ladder_layers):
+        gap = f"a layer that adds nothing stands beside the {config.ladder_layers} on the ladder, which read what is older"
     return by_dims(name, config, target, maps, changes=_changes(config, identities), gap=gap)
 
 
@@ -155,6 +160,12 @@ def _check(config: DecoderConfig, layers: Sequence[int], identities: Sequence[in
         raise ValueError(
             f"identities {', '.join(map(str, wrong))}: there are {len(layers)} layers, 0 to {len(layers) - 1}"
         )
+
+
+def _num_ladder(config: DecoderConfig, layers: Sequence[int]) -> int:
+    """Count the layers at the end that copy one on the ladder."""
+    first = config.num_layers - config.ladder_layers
+    return next((i for i, layer in enumerate(reversed(layers)) if layer < first), len(layers))
 
 
 def _patterns(config: DecoderConfig, layers: Sequence[int]) -> dict[str, Any]:

@@ -144,6 +144,11 @@ def _mlp_dim(config: DecoderConfig) -> int:
 
 
 def _target(config: DecoderConfig, embed_dim: int, mlp_dim: int, num_heads: int, num_layers: int) -> DecoderConfig:
+    if num_layers and config.ladder_layers:
+        raise ValueError(
+            f"msg: num_layers {num_layers}: new layers would stand behind the {config.ladder_layers} on the ladder, "
+            "which read an older stream than what a mask of zero leaves; the operators of the depth say what changes"
+        )
     sizes = dict(
         embed_dim=(config.embed_dim, embed_dim), mlp_dim=(_mlp_dim(config), mlp_dim),
         num_heads=(config.num_heads, num_heads), num_layers=(config.num_layers, num_layers),

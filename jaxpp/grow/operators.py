@@ -9,6 +9,7 @@ from jaxpp.grow.aki import aki
 from jaxpp.grow.depth import explicit, identity, interpolate, solar, stack
 from jaxpp.grow.head_dim import head_dim
 from jaxpp.grow.heads import heads
+from jaxpp.grow.ladder import ladder
 from jaxpp.grow.masked import masked
 from jaxpp.grow.mlp import mlp
 from jaxpp.grow.step import Step
@@ -48,6 +49,7 @@ OPERATORS: Mapping[str, Operator] = {
     "solar": Operator(solar, "depth by two overlapping copies of the stack", "no"),
     "layers": Operator(explicit, "depth by any list of layers", "no"),
     "upcycle": Operator(upcycle, "the mlp into a mixture of experts", "unless columns are drawn anew"),
+    "ladder": Operator(ladder, "nothing: the last layers read the stream one branch earlier", "no"),
 }
 """By name. LiGO is not among them: it learns its map from a model and batches (`jaxpp.grow.ligo.learn`)."""
 

@@ -38,6 +38,7 @@ class Request:
         top_k: experts that each token visits.
         granularity: parts that each expert is cut into.
         drop: fraction of each expert's hidden units that is drawn anew.
+        ladder: number of layers, the last ones, that read the stream one branch earlier; no size grows.
         ramp_steps: msg: steps in which new units fade in.
         target: a preset or a `DecoderConfig` to reach, in place of sizes.
         seed: of noise and draws.
@@ -63,6 +64,7 @@ class Request:
     top_k: int = 2
     granularity: int = 1
     drop: float = 0.0
+    ladder: int = 0
     ramp_steps: int = 1000
     target: str | DecoderConfig = ""
     seed: int = 0
@@ -83,7 +85,8 @@ class Request:
             raise ValueError(f"a target says all sizes: leave out {', '.join(self._sizes())}")
 
     def _sizes(self) -> list[str]:
-        names = ("width", "embed_dim", "heads", "kv_heads", "head_dim", "mlp", "vocab", "depth", "layers", "experts")
+        sizes = ("width", "embed_dim", "heads", "kv_heads", "head_dim", "mlp", "vocab")
+        names = (*sizes, "depth", "layers", "experts", "ladder")
         return [name for name in names if getattr(self, name)]
 
     def growth(self, config: ModelConfig | None) -> Growth:
@@ -105,7 +108,7 @@ class Request:
 
     def _step(self, name: str, **sizes: Any) -> Callable[[DecoderConfig, int], Step]:
         """Return what makes one step; each draws noise of its own."""
-        seeded = name not in ("vocab", "layers", *DEPTH)
+        seeded = name not in ("vocab", "layers", "ladder", *DEPTH)
 
         def make(config: DecoderConfig, number: int) -> Step:
             seed = dict(seed=self.seed + number) if seeded else {}
@@ -141,7 +144,9 @@ class Request:
 
     def _masked(self, config: DecoderConfig, number: int) -> Step:
         embed_dim = self.embed_dim or round(self.width * config.embed_dim)
-        if given := [name for name in ("kv_heads", "head_dim", "vocab", "layers", "experts") if getattr(self, name)]:
+        if given := [
+            name for name in ("kv_heads", "head_dim", "vocab", "layers", "experts", "ladder") if getattr(self, name)
+        ]:
             raise ValueError(f"msg grows embed_dim, mlp, heads and depth, not {', '.join(given)}")
         return OPERATORS["msg"].make(
             config, embed_dim=embed_dim, mlp_dim=self.mlp, num_heads=self.heads, num_layers=self.depth,
@@ -163,5 +168,6 @@ class Request:
             self.depth_op: (self.depth, dict(num_layers=self.depth)),
             "layers": (self.layers, dict(sources=self.layers)),
             "upcycle": (self.experts, moe),
+            "ladder": (self.ladder, dict(num_layers=self.ladder)),
         }
         return [self._step(name, **sizes) for name, (given, sizes) in asked.items() if given]

@@ -2,7 +2,8 @@
 
 Peaks as in `jaxpp.partition.device_kinds`; products overlap with reading memory, and nothing overlaps with the wire.
 The seconds are a bound to rank by, not a forecast: kernels reach less than peaks, and collectives can hide behind
-products. """
+products.
+"""
 
 from __future__ import annotations
 

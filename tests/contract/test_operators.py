@@ -34,6 +34,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "solar": dict(num_layers=6),
     "layers": dict(sources=[0, 1, 1, 2, 3, 3]),
     "upcycle": dict(num_experts=4),
+    "ladder": dict(num_layers=2),
 }
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from jaxpp import cli, config, runs
 from jaxpp.checkpoint import Checkpoints
 from jaxpp.conversion import load
 from jaxpp.data import Tokenizer
-from jaxpp.serve.generate import choose, generate
+from jaxpp.serve.generate import greedy as plain
 from jaxpp.train.config import resolved
 from tests import command
 
@@ -87,11 +87,21 @@ def test_the_seed_decides_the_draw(run, capsys: pytest.CaptureFixture[str]) -> N
         (["--prompt", "a" * 80], "the prompt has 80 tokens, but the model takes 64 with .*; cut the prompt to 63"),
         (
             ["--prompt", PROMPT, "--max_new_tokens", "56"],
-            "max_new_tokens 56 after a prompt of 9 tokens; the model's 64 positions leave room for 1 to 55",
+            "max_tokens 56 after a prompt of 9 tokens; the model's context of 64 tokens leaves room for 1 to 55",
         ),
-        (["--prompt", PROMPT, "--max_new_tokens", "0"], "max_new_tokens 0 .* room for 1 to 55"),
-        (["--prompt", PROMPT, "--mesh", "tensor:4"], "heads 2 does not split over tensor=4"),
-        (["--prompt", PROMPT, "--mesh", "tensor:16"], 'mesh "tensor:16" needs 16 devices, but there are 8'),
+        (["--prompt", PROMPT, "--max_new_tokens", "0"], "max_tokens 0: 1 or more is needed"),
+        (["--prompt", PROMPT, "--top_p", "1.5"], "top_p 1.5: 0 to 1 is needed"),
+        (["--prompt", PROMPT, "--presence-penalty", "3"], "presence_penalty 3.0: -2 to 2 is needed"),
+        (["--prompt", PROMPT, "--max-context", "128"], "max_context 128: the model takes 64 tokens or fewer"),
+        (["--prompt", PROMPT, "--chat"], "the tokenizer has no chat template"),
+        (["--prompt", PROMPT, "--prompts", "x"], "--prompt and --prompts: give one of them"),
+        (["--prompts", "nowhere.txt"], "--prompts nowhere.txt cannot be read"),
+        ([], "there is no prompt: give --prompt TEXT, --prompts FILE, or --chat to talk"),
+        (["--prompt", PROMPT, "--mesh", "tensor:4", "--max-new-tokens", "5"], "heads 2 does not split over tensor=4"),
+        (
+            ["--prompt", PROMPT, "--mesh", "tensor:16", "--max-new-tokens", "5"],
+            'mesh "tensor:16" needs 16 devices, but there are 8',
+        ),
         (["--prompt", PROMPT, "model.embed_dim=64"], "jaxpp generate does not take model.embed_dim=64; see --help"),
     ],
 )
@@ -110,19 +120,22 @@ def test_no_checkpoint_there(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert f"{path}: there is no such file or directory" in capsys.readouterr().err
 
 
-def test_top_k_draws_among_the_largest_only() -> None:
-    logits = jnp.asarray([0.0, 3.0, 1.0, 2.0])
-    keys = jax.random.split(jax.random.key(0), 200)
-    drawn = np.asarray(jax.vmap(lambda key: choose(logits, key, 1.0, 2))(keys))
-    assert set(drawn.tolist()) == {1, 3}
-    assert set(np.asarray(jax.vmap(lambda key: choose(logits, key, 1.0, 0))(keys)).tolist()) == {0, 1, 2, 3}
-    # A temperature of a half squares the odds: e^2 against 1 between the two largest.
-    cold = np.asarray(jax.vmap(lambda key: choose(logits, key, 0.5, 2))(jax.random.split(jax.random.key(1), 4000)))
-    assert (cold == 1).mean() == pytest.approx(1 / (1 + np.exp(-2)), abs=0.03)
-    assert int(choose(jnp.asarray([1.0, 2.0, 2.0]), keys[0], 0.0, 0)) == 1
+def test_a_file_of_prompts_is_answered_line_by_line(
+    run, greedy: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n\nabc\n")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": PROMPT}) + "\n")
+    words = ["--temperature", "0", "--max-new-tokens", "5"]
+    assert cli.main(["generate", run.directory, "--prompts", str(tmp_path / "prompts.txt"), *words]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    expected = {"prompt": PROMPT, "text": Tokenizer.bytes().decode(greedy), "finish": "length"}
+    assert first == {**expected, "prompt_tokens": 9, "new_tokens": 5} and second["prompt"] == "abc"
+    assert cli.main(["generate", run.directory, "--prompts", str(tmp_path / "prompts.jsonl"), *words]) == 0
+    assert json.loads(capsys.readouterr().out) == first
+    (tmp_path / "prompts.jsonl").write_text("{}")
+    assert cli.main(["generate", run.directory, "--prompts", str(tmp_path / "prompts.jsonl")]) == 2
+    assert 'each line must be an object like {"prompt": "..."}' in capsys.readouterr().err
 
 
-def test_it_stops_at_the_end_of_the_text(run, greedy: list[int]) -> None:
-    end = greedy[3]
-    found = list(generate(load(run.directory), list(PROMPT.encode()), 5, max_positions=64, temperature=0, ends=[end]))
-    assert found == greedy[: greedy.index(end)]
+def test_the_oracle_of_the_engine_is_the_argmax_too(run, greedy: list[int]) -> None:
+    assert plain(load(run.directory), list(PROMPT.encode()), 5) == greedy
