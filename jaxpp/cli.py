@@ -63,9 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--batch_size", type=int, default=8, help="windows run at once")
     one.add_argument("--max_tokens", type=int, default=0, help="tokens of each document; all by default")
     one.add_argument("--max_documents", type=int, help="documents of each source; all by default")
-    _add_loading(one)
-    _add_loading(generate_commands.add_parser(names))
-    _add_loading(serve_commands.add_parser(names))
+    _add_loading(one, quantize=True)
+    _add_loading(generate_commands.add_parser(names), quantize=True)
+    _add_loading(serve_commands.add_parser(names), quantize=True)
     shard_commands.add_parser(names)
     one = _add(names, "verify", commands.verify)
     one.add_argument("path", metavar="RUN.yaml|CHECKPOINT")
@@ -81,11 +81,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_loading(parser: argparse.ArgumentParser) -> None:
+def _add_loading(parser: argparse.ArgumentParser, *, quantize: bool = False) -> None:
     parser.add_argument("--mesh", default="data:1", help="where the weights go, e.g. 'tensor:4'; one device by default")
     parser.add_argument("--dtype", default="", help="of the weights: float32, bfloat16, float16; by default as stored")
     parser.add_argument("--cpu_devices", type=int, default=0, help="run on this many made-up CPU devices")
     parser.add_argument("--accept", default="", metavar="A,B", help="attributes of config.json that may stay unread")
+    if quantize:
+        parser.add_argument("--quantize", default="", metavar="int8|int4", help="weights while they are read")
 
 
 def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:

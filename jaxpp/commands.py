@@ -50,8 +50,23 @@ def loaded(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Any:
     total = stored_bytes(checkpoint)
     with bar("reading") as advance:
         return load(
-            checkpoint, arguments.mesh, dtype=arguments.dtype or None, progress=lambda count: advance(count, total)
-        )
+            checkpoint, arguments.mesh, dtype=arguments.dtype or None, quantize=arguments.quantize,
+            progress=lambda count: advance(count, total),
+        )  # fmt: skip
+
+
+def add_draft(parser: Any) -> None:
+    """Add the options of a draft to a command that runs the engine."""
+    parser.add_argument("--draft", default="", metavar="CHECKPOINT", help="a small model that guesses tokens ahead")
+    parser.add_argument("--draft-tokens", type=int, default=4, metavar="N", help="tokens that it guesses at a time")
+
+
+def loaded_draft(arguments: argparse.Namespace) -> Any:
+    """Load the draft that is named, where the model is; None where there is none."""
+    if not arguments.draft:
+        return None
+    given = argparse.Namespace(**{**vars(arguments), "path": arguments.draft})
+    return loaded(given, opened(given))
 
 
 def train(arguments: argparse.Namespace) -> int:

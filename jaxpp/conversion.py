@@ -17,6 +17,8 @@ from flax import nnx
 
 from jaxpp import dims, runtime, tree
 from jaxpp.checkpoint import Checkpoints
+from jaxpp.compress import Quantization, refuse_quantized
+from jaxpp.compress.quantize import install
 from jaxpp.convert.export import Make, write_safetensors
 from jaxpp.data import Tokenizer
 from jaxpp.data.published import TEXTS
@@ -55,6 +57,7 @@ def load(
     *,
     dtype: str | None = None,
     devices: Sequence[Device] | None = None,
+    quantize: str | Quantization = "",
     accept: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Any:
@@ -68,6 +71,8 @@ def load(
         dtype: of the weights, and so of the computation: ``"float32"``, ``"bfloat16"``; None: bfloat16 where the
             checkpoint is, else float32.
         devices: the devices to use.
+        quantize: ``"int8"`` or ``"int4"``, or a `jaxpp.compress.Quantization`: each weight is quantised as soon as it
+            is read, so that beside what is kept there is at most one weight; the model runs forward only. Empty: not.
         accept: attributes of a ``config.json`` that may stay unread.
         progress: called with the bytes read since the last call.
 
@@ -75,18 +80,34 @@ def load(
         The ``nnx`` module, with ``.config`` and ``.tokenizer``; ``model(tokens)`` gives logits.
 
     Raises:
-        ValueError: the checkpoint cannot be read exactly, or the mesh cannot hold its weights.
+        ValueError: the checkpoint cannot be read exactly, the mesh cannot hold its weights, or these cannot be
+            quantised in such groups.
     """
+    how = Quantization(quantize) if isinstance(quantize, str) and quantize else quantize
     checkpoint = open_checkpoint(source, accept) if isinstance(source, str | Path) else source
     plan = Plan(mesh=mesh)
     layout = layout_of(checkpoint, mesh, devices)
     chosen = jnp.dtype(check_dtype(dtype)) if dtype else usual_dtype(checkpoint)
-    params = checkpoint.read(like(checkpoint, layout, chosen), progress)
+    wanted = like(checkpoint, layout, chosen)
+    params = wanted if how else checkpoint.read(wanted, progress)
     config = filled_up(checkpoint.config, layout)
     graph, _, other = nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))), nnx.Param, ...)
     model: Any = nnx.merge(graph, params, other)
+    if how:
+        _read_quantized(model, checkpoint, wanted, how, progress)
     model.loaded = Loaded(plan.execution(layout), checkpoint.tokenizer(), checkpoint.texts, checkpoint.notes)
     return model
+
+
+def _read_quantized(
+    model: Any, checkpoint: Checkpoint, wanted: Any, how: Quantization, progress: Progress | None
+) -> None:
+    """Put the weights of a checkpoint into an abstract model, one by one."""
+    how.check(wanted)
+    for path, node in tree.named_nodes(wanted).items():
+        found = checkpoint.read({path: node}, progress)[path]
+        weight = how.apply(found) or found.get_value()
+        install(model, path, jax.block_until_ready(weight))
 
 
 def layout_of(checkpoint: Checkpoint, mesh: str, devices: Sequence[Device] | None = None) -> Layout:
@@ -171,8 +192,9 @@ def save(
         progress: called with the bytes written since the last call.
 
     Raises:
-        ValueError: `target` holds a checkpoint already, or no family holds the model's config.
+        ValueError: `target` holds a checkpoint already, no family holds the model's config, or it is quantised.
     """
+    refuse_quantized(model, "save the model")
     loaded = getattr(model, "loaded", None)
     texts = dict(loaded.texts) if loaded else {}
     check_target(target, format, overwrite)

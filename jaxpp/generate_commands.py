@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpp import runtime
-from jaxpp.commands import loaded, opened, refuse_overrides
+from jaxpp.commands import add_draft, loaded, loaded_draft, opened, refuse_overrides
 from jaxpp.data.tokenizer import required
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def generate(arguments: argparse.Namespace) -> int:
     """Continue a prompt with a checkpoint of any format, a file of prompts, or talk with it (--chat)."""
-    from jaxpp.serve.engine import check_length
+    from jaxpp.serve.limits import check_length
 
     refuse_overrides(arguments)
     sampling = _sampling(arguments)
@@ -95,11 +95,15 @@ def _lines(name: str) -> list[str]:
 
 
 def _engine(arguments: argparse.Namespace, checkpoint: Checkpoint, slots: int, context: int) -> Engine:
-    from jaxpp.serve.engine import Engine, batch_shards
+    from jaxpp.serve.engine import Engine
+    from jaxpp.serve.limits import batch_shards
 
-    model = loaded(arguments, checkpoint)
+    model, draft = loaded(arguments, checkpoint), loaded_draft(arguments)
     shards = batch_shards(model)
-    return Engine(model, slots=-(-slots // shards) * shards, max_context=context, kv_dtype=arguments.kv_dtype)
+    return Engine(
+        model, slots=-(-slots // shards) * shards, max_context=context, kv_dtype=arguments.kv_dtype,
+        draft=draft, draft_tokens=arguments.draft_tokens,
+    )  # fmt: skip
 
 
 def _stream(engine: Engine, ids: list[int], sampling: Sampling) -> str:
@@ -196,4 +200,5 @@ def add_parser(names: Any) -> argparse.ArgumentParser:
         "--kv-dtype", "--kv_dtype", default="", choices=("", "float32", "bfloat16", "float16", "int8"),
         help="of keys and values; by default that of the weights",
     )  # fmt: skip
+    add_draft(running)
     return one

@@ -30,7 +30,8 @@ def grow(arguments: argparse.Namespace) -> int:
 
     growth = _request(arguments).growth(checkpoint.config)
     dtype = check_dtype(arguments.dtype) if arguments.dtype else None
-    to = arguments.to or ("hf" if checkpoint.format != "orbax" else "orbax")
+    ours = checkpoint.format == "orbax" or growth.target.ladder_layers  # no published family holds a ladder
+    to = arguments.to or ("orbax" if ours else "hf")
     carry = to == "orbax" and arguments.optimizer == "carry" and has_moments(checkpoint)
     total = _total(checkpoint, growth, carry, arguments, dtype)
     if arguments.dry_run or not arguments.target:
@@ -153,7 +154,7 @@ def add_parser(names: Any) -> argparse.ArgumentParser:
     size.add_argument("--experts", type=int, default=0, help="turn the mlp into this many experts")
     size.add_argument(
         "--ladder", type=int, default=0, metavar="K",
-        help="let the last K layers read the stream one branch earlier, so that all-reduces overlap; train on a little",
+        help="the last K layers read the stream one branch earlier, so that all-reduces overlap; then train a little",
     )  # fmt: skip
     size.add_argument(
         "--target", dest="to_size", default="", metavar="PRESET", help="all sizes of a preset, e.g. llama-3.2-1b"
@@ -175,7 +176,9 @@ def add_parser(names: Any) -> argparse.ArgumentParser:
     out.add_argument(
         "--text", default="", metavar="FILE", help="what both are scored on; by default Python's documentation"
     )
-    out.add_argument("--to", choices=("hf", "orbax"), help="by default hf, and orbax where the source is ours")
+    out.add_argument(
+        "--to", choices=("hf", "orbax"), help="by default hf, and orbax where the source is ours or --ladder is given"
+    )
     out.add_argument("--family", default="", help="model_type to write, where several could hold the model")
     out.add_argument("--overwrite", action="store_true", help="replace a checkpoint that lies there")
     return one

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpp.commands import loaded, opened, refuse_overrides
+from jaxpp.commands import add_draft, loaded, loaded_draft, opened, refuse_overrides
 
 if TYPE_CHECKING:
     from jaxpp.server.app import ServerSettings
@@ -41,7 +41,7 @@ def _serve(arguments: argparse.Namespace, settings: ServerSettings, port: Any) -
         raise ValueError(f"serve runs in one process, and here are {jax.process_count()}; start it without a launcher")
     engine = Engine(
         model, slots=arguments.slots, max_context=arguments.max_context, max_queue=arguments.queue,
-        kv_dtype=arguments.kv_dtype,
+        kv_dtype=arguments.kv_dtype, draft=loaded_draft(arguments), draft_tokens=arguments.draft_tokens,
     )  # fmt: skip
     print(f"compiled {engine.warm_up()} shapes", file=sys.stderr, flush=True)
     name = arguments.model_name or checkpoint.name
@@ -121,4 +121,5 @@ def add_parser(names: Any) -> argparse.ArgumentParser:
     limits.add_argument("--max-body-kb", type=int, default=4096, help="size of a request, in KiB")
     limits.add_argument("--max-choices", type=int, default=64, help="answers to one request: prompts times n")
     limits.add_argument("--drain", type=float, default=30.0, help="seconds that running requests get at the end")
+    add_draft(limits)
     return one

@@ -26,7 +26,7 @@ def depth(
     """Make each layer from one of the source; windows and rotary layers go with it.
 
     The function is preserved, to the bit, where the layers that are not made identities are those of the source in
-    their order, and none of the identities stands directly before a layer on the ladder, or behind one.
+    their order, and none that is made one stands directly before one of them that is on the ladder.
 
     Args:
         config: of the model.
@@ -45,9 +45,8 @@ def depth(
     target = replace(config, num_layers=len(layers), ladder_layers=num_ladder, **_patterns(config, layers))
     maps = {("layers", config.num_layers): Spread(config.num_layers, np.asarray(layers))}
     gap = "" if same else f"the source's layers run {_runs(kept)}, not 0-{config.num_layers - 1}"
-    near = any(layer >= len(layers) - num_ladder - 1 for layer in identities)
-    if same and config.ladder_layers and (near or num_ladder != config.ladder_layers):
-        gap = f"a layer that adds nothing stands beside the {config.ladder_layers} on the ladder, which read what is older"
+    if same and config.ladder_layers and not _rests_on_its_ladder(config, layers, identities, num_ladder):
+        gap = "a layer that adds nothing stands before one on the ladder, which reads what was before it"
     return by_dims(name, config, target, maps, changes=_changes(config, identities), gap=gap)
 
 
@@ -166,6 +165,16 @@ def _num_ladder(config: DecoderConfig, layers: Sequence[int]) -> int:
     """Count the layers at the end that copy one on the ladder."""
     first = config.num_layers - config.ladder_layers
     return next((i for i, layer in enumerate(reversed(layers)) if layer < first), len(layers))
+
+
+def _rests_on_its_ladder(
+    config: DecoderConfig, layers: Sequence[int], identities: Sequence[int], num_ladder: int
+) -> bool:
+    """Say whether the source's layers read the streams that they read, where the others add nothing."""
+    first = len(layers) - num_ladder
+    kept = [layer for layer in range(len(layers)) if layer not in identities]
+    between = any(first - 1 <= layer < kept[-1] for layer in identities)
+    return not between and sum(layer >= first for layer in kept) == config.ladder_layers
 
 
 def _patterns(config: DecoderConfig, layers: Sequence[int]) -> dict[str, Any]:

@@ -144,11 +144,6 @@ def _mlp_dim(config: DecoderConfig) -> int:
 
 
 def _target(config: DecoderConfig, embed_dim: int, mlp_dim: int, num_heads: int, num_layers: int) -> DecoderConfig:
-    if num_layers and config.ladder_layers:
-        raise ValueError(
-            f"msg: num_layers {num_layers}: new layers would stand behind the {config.ladder_layers} on the ladder, "
-            "which read an older stream than what a mask of zero leaves; the operators of the depth say what changes"
-        )
     sizes = dict(
         embed_dim=(config.embed_dim, embed_dim), mlp_dim=(_mlp_dim(config), mlp_dim),
         num_heads=(config.num_heads, num_heads), num_layers=(config.num_layers, num_layers),
@@ -166,6 +161,8 @@ def _target(config: DecoderConfig, embed_dim: int, mlp_dim: int, num_heads: int,
         new |= dict(norm_epsilon=config.norm_epsilon * config.embed_dim / embed_dim, head_dim=config.head_dim)
     if "num_heads" in new:
         new |= dict(num_kv_heads=_kv_heads(config, num_heads), head_dim=config.head_dim)
+    if "num_layers" in new and config.ladder_layers:  # the new ones stand behind those on the ladder
+        new["ladder_layers"] = config.ladder_layers + num_layers - config.num_layers
     if "mlp_dim" in new and config.moe.num_experts:
         new["moe"] = replace(config.moe, mlp_dim=_experts_dim(config, new.pop("mlp_dim")))
     return replace(config, **new)

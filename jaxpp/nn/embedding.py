@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpp import dims
+from jaxpp.compress import Quantized
 from jaxpp.parallel import batch_shards, constrain, in_use
 
 if TYPE_CHECKING:
@@ -56,4 +57,7 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """Look the ids up; ids outside the table are the caller's error."""
-        return constrain(_lookup(in_use(self.table), ids, batch_shards(ids.shape[0])), "batch seq embed")
+        table = in_use(self.table)
+        if isinstance(table, Quantized):
+            return constrain(table[ids].dequantized(), "batch seq embed")
+        return constrain(_lookup(table, ids, batch_shards(ids.shape[0])), "batch seq embed")

@@ -26,6 +26,7 @@ from jaxpp.parallel import PRODUCT, in_use
 from jaxpp.parallel.expert import Spread, expert_spread
 from jaxpp.parallel.grouped import Tiles, grouped_product
 from jaxpp.parallel.local import with_collectives
+from jaxpp.parallel.product import arrow_of, stored
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -145,13 +146,14 @@ class Moe(nnx.Module):
     def _routed(self, x: jax.Array, real: jax.Array) -> tuple[jax.Array, RouterSums]:
         spread = expert_spread((*x.shape[:2], self.config.mlp_dim))
         weights = (self.experts.gate, self.experts.up, self.experts.down)
-        places = [dims.of(weight).dims for weight in weights]
+        places = [arrow_of(weight).dims for weight in weights]
+        kernels = [stored(weight).astype(x.dtype) for weight in weights]
         local = _Local(self.config, spread, ACTIVATIONS[self.activation], tuple(map(tuple, places)))
         tokens = spread.activation()
         return with_collectives(
             local,
-            (x, real, self.router.kernel.get_value(), *(weight.get_value().astype(x.dtype) for weight in weights)),
-            (tokens, tokens, PartitionSpec(), *map(spread.weight, places)),
+            (x, real, self.router.kernel.get_value(), *kernels),
+            (tokens, tokens, PartitionSpec(), *map(spread.split, kernels, places)),
             (tokens, PartitionSpec()),
         )
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
+from jaxpp.compress import Quantized
 from jaxpp.parallel.execution import active_layout, current
 from jaxpp.parallel.grouped import GroupedUse, has_native_ragged_dot
 from jaxpp.parallel.layout import Layout
@@ -75,6 +77,11 @@ class Spread:
             return PartitionSpec()
         axes = [(*self.layout.axes(dim, "compute"), *self._gathered(dim)) for dim in dims]
         return PartitionSpec(*(one or None for one in axes))
+
+    def split(self, kernel: jax.Array | Quantized, dims: Sequence[str]) -> Any:
+        """Return how a weight enters, as `weight` says; of a quantised one, each of its parts."""
+        spec = self.weight(dims)
+        return kernel.specs(spec) if isinstance(kernel, Quantized) and self.layout else spec
 
     def use(self, dims: Sequence[str]) -> GroupedUse:
         """Return what a weight of these dims gathers for use and how its gradient is reduced."""

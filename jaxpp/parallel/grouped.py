@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+
+from jaxpp.compress import Quantized
+from jaxpp.compress.quantized import FORWARD_ONLY
+
+Kernel = TypeVar("Kernel", jax.Array, Quantized)
 
 _RAGGED_OUTER = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -49,10 +55,11 @@ class GroupedUse:
     barrier: bool = False
     native: bool = False
 
-    def gathered(self, kernel: jax.Array) -> jax.Array:
+    def gathered(self, kernel: Kernel) -> Kernel:
         """Return the weights with the gathered dims whole."""
         for axis, names in self.gathers:
-            kernel = jax.lax.all_gather(kernel, names, axis=axis, tiled=True)
+            gather = partial(jax.lax.all_gather, axis_name=names, axis=axis, tiled=True)
+            kernel = kernel.gathered(gather, axis) if isinstance(kernel, Quantized) else gather(kernel)  # type: ignore
         return kernel
 
     def reduced(self, gradient: jax.Array) -> jax.Array:
@@ -73,14 +80,14 @@ def has_native_ragged_dot() -> bool:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped_product(x_GBK: jax.Array, kernel_EKN: jax.Array, tiles: Tiles | None, use: GroupedUse) -> jax.Array:
+def grouped_product(x_GBK: jax.Array, kernel_EKN: Kernel, tiles: Tiles | None, use: GroupedUse) -> jax.Array:
     """Multiply each tile of rows by the weight of its expert.
 
     What is kept for the backward pass is the stored shard of the weights; they are gathered again there.
 
     Args:
         x_GBK: rows.
-        kernel_EKN: this device's shard of the weights, in the dtype of `x_GBK`.
+        kernel_EKN: this device's shard of the weights, in the dtype of `x_GBK`; quantised ones run forward only.
         tiles: whose each tile is; None: one tile per expert, in order.
         use: what to gather and reduce.
 
@@ -96,6 +103,8 @@ def grouped_product(x_GBK: jax.Array, kernel_EKN: jax.Array, tiles: Tiles | None
 def _forward(
     x_GBK: jax.Array, kernel_EKN: jax.Array, tiles: Tiles | None, use: GroupedUse
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Tiles | None]]:
+    if isinstance(kernel_EKN, Quantized):
+        raise ValueError(FORWARD_ONLY)
     return grouped_product(x_GBK, kernel_EKN, tiles, use), (x_GBK, kernel_EKN, tiles)
 
 
@@ -113,12 +122,13 @@ def _backward(
 grouped_product.defvjp(_forward, _backward)
 
 
-def _contract(x_GBK: jax.Array, kernel_EKN: jax.Array, tiles: Tiles | None, use: GroupedUse) -> jax.Array:
+def _contract(x_GBK: jax.Array, kernel_EKN: jax.Array | Quantized, tiles: Tiles | None, use: GroupedUse) -> jax.Array:
     if tiles is None:
-        return jnp.einsum("gbk,gkn->gbn", x_GBK, kernel_EKN)
+        return jax.vmap(lambda x_BK, kernel_KN: x_BK @ kernel_KN)(x_GBK, kernel_EKN)
     shape = (*x_GBK.shape[:2], kernel_EKN.shape[2])
     if use.native:
         rows = x_GBK.reshape(-1, x_GBK.shape[2])
+        kernel_EKN = kernel_EKN.dequantized() if isinstance(kernel_EKN, Quantized) else kernel_EKN
         return jax.lax.ragged_dot(rows, kernel_EKN, _sizes(tiles, kernel_EKN.shape[0], shape[1])).reshape(shape)
 
     def one(i: jax.Array, y_GBN: jax.Array) -> jax.Array:

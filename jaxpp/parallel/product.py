@@ -1,7 +1,6 @@
 """Weights in use: gathered for a product, their gradients reduced and split.
 
-The one place where a block meets a weight; what a leaf is (and later: quantised, low-rank) is decided here, not in
-models.
+The one place where a block meets a weight; what a leaf is (an array, or quantised) is decided here, not in models.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from jaxpp import dims as arrows
+from jaxpp.compress import Quantized, QuantizedWeight
 from jaxpp.parallel.execution import active_layout, current
 from jaxpp.parallel.layout import Layout
 
@@ -50,8 +50,11 @@ def _shardings(arrow: arrows.Arrow, layout: Layout) -> tuple[NamedSharding, Name
     return NamedSharding(layout.mesh, places[0]), NamedSharding(layout.mesh, places[1])
 
 
-def in_use(weight: nnx.Param) -> jax.Array:
-    """Return a small or unstacked weight (norm scale, bias, table) laid out for use.
+Weight = nnx.Param | QuantizedWeight
+
+
+def in_use(weight: Weight) -> Any:
+    """Return a small or unstacked weight (norm scale, bias, table) laid out for use: an array, or `Quantized`.
 
     Cost: an all-gather over the axes in its rules for ``weights`` but not ``compute``; in the backward pass the
         matching reduce-scatter. The gathered array may be kept for the backward pass: large stacked weights go through
@@ -59,14 +62,36 @@ def in_use(weight: nnx.Param) -> jax.Array:
     """
     layout = active_layout()
     if layout is None:
-        return weight.get_value()
+        return stored(weight)
+    if isinstance(weight, QuantizedWeight):
+
+        def place(x: jax.Array, dims: Sequence[str]) -> jax.Array:
+            return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, layout.spec(dims, "compute")))
+
+        return weight.in_use(place)
     return _reshard(weight.get_value(), *_shardings(arrows.of(weight, "weight", layout.dims), layout))
 
 
-def _contract(x: jax.Array, kernel: jax.Array, num_reads: int) -> jax.Array:
+def stored(weight: Weight) -> Any:
+    """Return a weight as it lies: an array, or `Quantized`."""
+    return weight.in_use() if isinstance(weight, QuantizedWeight) else weight.get_value()
+
+
+def arrow_of(weight: Weight) -> arrows.Arrow:
+    """Return the arrow of a weight."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.arrow
+    text = weight.get_metadata()["dims"]
+    return arrows.parse(text, tuple(arrows.parse_words(text)))
+
+
+def _contract(x: jax.Array, kernel: jax.Array | Quantized, num_reads: int) -> jax.Array:
     reads, writes = kernel.shape[:num_reads], kernel.shape[num_reads:]
     flat = x.reshape(*x.shape[: x.ndim - num_reads], math.prod(reads)) if num_reads > 1 else x
-    y = flat @ kernel.reshape(math.prod(reads), math.prod(writes))
+    if isinstance(kernel, Quantized):
+        y = flat @ kernel.flat(num_reads)
+    else:
+        y = flat @ kernel.reshape(math.prod(reads), math.prod(writes))
     return y.reshape(*y.shape[:-1], *writes) if len(writes) > 1 else y
 
 
@@ -142,7 +167,7 @@ def _into_input(x: jax.Array, kernels: list[jax.Array], grads: list[jax.Array], 
     return sum(parts[1:], parts[0])
 
 
-def products(x: Float[Array, "*rest reads"], weights: Sequence[nnx.Param]) -> list[Float[Array, "*rest writes"]]:
+def products(x: Float[Array, "*rest reads"], weights: Sequence[Weight]) -> list[Float[Array, "*rest writes"]]:
     """Contract the read dims of each weight with the last dims of `x`.
 
     On a mesh a weight is gathered for the product and gathered again for the backward pass: what is kept is the stored
@@ -151,7 +176,7 @@ def products(x: Float[Array, "*rest reads"], weights: Sequence[nnx.Param]) -> li
 
     Args:
         x: ``[..., *reads]``.
-        weights: unstacked Params, each ``[*reads, *writes]``.
+        weights: unstacked, each ``[*reads, *writes]``; quantised ones run forward only, and are gathered as stored.
 
     Returns:
         One ``[..., *writes]`` per weight, in the dtype of `x`.
@@ -161,8 +186,11 @@ def products(x: Float[Array, "*rest reads"], weights: Sequence[nnx.Param]) -> li
         A split read dim leaves partial sums in the forward pass, a split written dim in the gradient of `x`.
     """
     layout = active_layout()
-    known = [_arrow(weight) for weight in weights]
-    kernels = [weight.get_value().astype(x.dtype) for weight in weights]
+    known = [arrow_of(weight) for weight in weights]
+    if any(isinstance(weight, QuantizedWeight) for weight in weights):
+        kernels = [in_use(weight).astype(x.dtype) for weight in weights]
+        return [_contract(x, kernel, len(arrow.reads)) for kernel, arrow in zip(kernels, known, strict=True)]
+    kernels = [stored(weight).astype(x.dtype) for weight in weights]
     if layout is None:
         return [_contract(x, kernel, len(arrow.reads)) for kernel, arrow in zip(kernels, known, strict=True)]
     uses = tuple(_use(arrow, layout) for arrow in known)
@@ -170,14 +198,9 @@ def products(x: Float[Array, "*rest reads"], weights: Sequence[nnx.Param]) -> li
     return [checkpoint_name(y, PRODUCT) for y in results]
 
 
-def product(x: Float[Array, "*rest reads"], weight: nnx.Param) -> Float[Array, "*rest writes"]:
+def product(x: Float[Array, "*rest reads"], weight: Weight) -> Float[Array, "*rest writes"]:
     """Contract one weight; see `products`."""
     return products(x, [weight])[0]
-
-
-def _arrow(weight: nnx.Param) -> arrows.Arrow:
-    text = weight.get_metadata()["dims"]
-    return arrows.parse(text, tuple(arrows.parse_words(text)))
 
 
 def _use(arrow: arrows.Arrow, layout: Layout) -> _Use:

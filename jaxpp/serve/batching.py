@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from jaxpp.serve.draws import Draws, Pending
+from jaxpp.serve.draws import Draws, Pending, PendingMany
 from jaxpp.serve.handle import Request
 from jaxpp.serve.pages import Holding, Pool, page_keys, reusable
 from jaxpp.serve.program import Program, at_least
 from jaxpp.serve.request import Delta, Finish, Token
+from jaxpp.serve.rows import Tables, positions_of, tables_of
+from jaxpp.serve.speculate import Speculation
 from jaxpp.serve.text import TextStream
 
 
@@ -35,6 +37,7 @@ class Slot:
         stream: makes text of its tokens; None: there is no tokenizer.
         num_written: tokens that were sent into the cache.
         num_asked: draws that were asked for.
+        num_guessed: tokens that a draft guessed in the last step.
         answer: tokens that were drawn and read.
         has_ended: it is over; what is still drawn for it is not read.
     """
@@ -46,6 +49,7 @@ class Slot:
     stream: TextStream | None
     num_written: int = 0
     num_asked: int = 0
+    num_guessed: int = 0
     answer: list[int] = field(default_factory=list)
     has_ended: bool = False
 
@@ -53,6 +57,11 @@ class Slot:
     def is_reading(self) -> bool:
         """Say whether a part of its prompt is still to come."""
         return self.num_written < len(self.request.prompt)
+
+    def extend(self, begin: int, end: int) -> None:
+        """Have pages for tokens from position `begin` up to `end`."""
+        for holding in self.holdings:
+            holding.extend(begin, end)
 
     @property
     def may_draw(self) -> bool:
@@ -68,30 +77,40 @@ class Batching:
         draws: the sampler of all slots.
         tokenizer: makes text; None: requests answer with ids alone.
         ends: ids that end an answer.
+        speculation: a draft that guesses tokens; None: there is none.
     """
 
-    def __init__(self, program: Program, draws: Draws, tokenizer: Any, ends: Collection[int]):
+    def __init__(
+        self,
+        program: Program,
+        draws: Draws,
+        tokenizer: Any,
+        ends: Collection[int],
+        speculation: Speculation | None = None,
+    ):
         """Begin with empty slots."""
         self.program, self.draws, self.tokenizer, self.ends = program, draws, tokenizer, frozenset(ends)
+        self.speculation = speculation
+        programs = [program, *([speculation.draft] if speculation else [])]
+        self.spans = [span for one in programs for span in one.spans]
         geometry = program.geometry
         self.waiting: deque[Request] = deque()
         self.slots: list[Slot | None] = [None] * geometry.slots
-        self.pools = [[Pool(count) for count in geometry.pages] for _ in range(program.num_shards)]
+        counts = [count for one in programs for count in one.geometry.pages]
+        self.pools = [[Pool(count) for count in counts] for _ in range(program.num_shards)]
         self.finished: Counter[Finish] = Counter()
         self.prompt_tokens = self.cached_tokens = self.new_tokens = self.steps = 0
-        self._pending: Pending | None = None
-        widths = [geometry.table_width(span, geometry.page_steps(1)[-1], 1) for span in program.spans]
-        self._tables = [np.zeros((geometry.slots, width), np.int32) for width in widths]
-        self._starts = [np.zeros(geometry.slots, np.int32) for _ in widths]
+        self._pending: list[Pending | PendingMany] = []
 
     def step(self) -> bool:
         """Run one step; say whether there is more to do."""
         self._give_up()
         self._admit()
-        asked = self._run()
-        before, self._pending = self._pending, asked
-        if before is not None:
-            self._read(before)
+        before, self._pending = self._pending, self._run()
+        if self.speculation:  # where the next step begins depends on what this one draws
+            before, self._pending = [*before, *self._pending], []
+        for pending in before:
+            self._read(pending)
         return self.has_work()
 
     def has_work(self) -> bool:
@@ -102,7 +121,7 @@ class Batching:
         """End all requests with an error."""
         requests = [*self.waiting, *(slot.request for slot in self._running())]
         self.waiting.clear()
-        self.slots, self._pending = [None] * len(self.slots), None
+        self.slots, self._pending = [None] * len(self.slots), []
         for request in requests:
             self.finished["error"] += 1
             request.push(Delta(finish="error", error=message))
@@ -144,10 +163,10 @@ class Batching:
         for shard, pools in enumerate(self.pools):
             free = [i for i in range(shard * per_shard, (shard + 1) * per_shard) if self.slots[i] is None]
             # The last token of the prompt is always run: its logits are what the first draw needs.
-            known = reusable(pools, program.spans, keys[: (len(request.prompt) - 1) // size])
+            known = reusable(pools, self.spans, keys[: (len(request.prompt) - 1) // size])
             fits = all(
                 pool.has_room(span, num_tokens, pages)
-                for pool, span, (_, pages) in zip(pools, program.spans, known, strict=True)
+                for pool, span, (_, pages) in zip(pools, self.spans, known, strict=True)
             )
             rank = (len(known[0][1]) + known[0][0], len(free))
             if free and fits and (best is None or rank > best[0]):
@@ -156,8 +175,8 @@ class Batching:
 
     def _start(self, index: int, keys: list[bytes], begin: Any) -> None:
         request, pools, num_tokens, known = begin
-        spans, size = self.program.spans, self.program.geometry.page
-        holdings = [Holding(pool, span, num_tokens) for pool, span in zip(pools, spans, strict=True)]
+        size = self.program.geometry.page
+        holdings = [Holding(pool, span, num_tokens) for pool, span in zip(pools, self.spans, strict=True)]
         for holding, (first, pages) in zip(holdings, known, strict=True):
             holding.share(pages, first)
         stream = TextStream(self.tokenizer, request.prompt, request.sampling.stop) if self.tokenizer else None
@@ -168,79 +187,84 @@ class Batching:
         self.slots[index] = slot
         self.draws.start(index, request)
 
-    def _run(self) -> Pending | None:
+    def _run(self) -> list[Pending | PendingMany]:
         """Send the work of one step to the devices; return what will be drawn."""
-        reading = [self._first_reader(shard) for shard in range(self.program.num_shards)]
         going = [slot for slot in self._running() if not slot.is_reading and slot.may_draw and slot.num_asked]
+        reading = [self._first_reader(shard) for shard in range(self.program.num_shards)]
         chunk_logits = self._read_prompts(reading) if any(reading) else None
-        logits = self._go_on(going) if going else None
-        begun = [slot for slot in reading if slot is not None and not slot.is_reading]
-        if not going and not begun:
-            return None
+        begun = {row: slot for row, slot in enumerate(reading) if slot is not None and not slot.is_reading}
+        asked: list[Pending | PendingMany] = []
+        logits = None
+        if going and self.speculation:
+            asked.append(self._speculate(going, self.speculation))
+            going = []
+        elif going:
+            logits = self._go_on(going)
         if begun:
             rows = np.full(len(reading), len(self.slots), np.int32)  # beyond the slots: dropped
-            for shard, slot in enumerate(reading):
-                if slot in begun:
-                    rows[shard] = slot.index
+            rows[list(begun)] = [slot.index for slot in begun.values()]
             logits = self.draws.merge(logits, chunk_logits, rows)
-        drawing = [*going, *begun]
+        if drawing := [*going, *begun.values()]:
+            asked.append(self.draws.draw(logits, [(slot, slot.num_written, slot.num_asked) for slot in drawing]))
         for slot in drawing:
             slot.num_asked += 1
-        return self.draws.draw(logits, [(slot, slot.num_written, slot.num_asked - 1) for slot in drawing])
+        return asked
 
     def _first_reader(self, shard: int) -> Slot | None:
         per_shard = len(self.slots) // self.program.num_shards
         own = [slot for slot in self.slots[shard * per_shard : (shard + 1) * per_shard] if slot and slot.is_reading]
         return min(own, key=lambda slot: slot.request.submitted_s, default=None)
 
-    def _read_prompts(self, reading: list[Slot | None]) -> Any:
+    def _read_prompts(self, reading: Sequence[Slot | None]) -> Any:
         """Run the next chunk of one prompt on each batch shard."""
-        program, geometry = self.program, self.program.geometry
+        geometry = self.program.geometry
         left = [0 if slot is None else len(slot.request.prompt) - slot.num_written for slot in reading]
         size = at_least(geometry.chunk_sizes(), min(max(left), geometry.chunk))
-        tokens, positions = np.zeros((len(reading), size), np.int32), np.full((len(reading), size), -1, np.int32)
-        lengths, most = np.ones(len(reading), np.int32), 1
-        for row, slot in enumerate(reading):
-            if slot is None:
-                continue
-            begin, end = slot.num_written, min(slot.num_written + size, len(slot.request.prompt))
-            tokens[row, : end - begin] = slot.request.prompt[begin:end]
-            positions[row, : end - begin] = np.arange(begin, end)
-            lengths[row], most = len(slot.request.prompt), max(most, -(-end // geometry.page))
-            for holding in slot.holdings:
-                holding.extend(begin, end)
+        tokens, lengths, ranges = np.zeros((len(reading), size), np.int32), np.ones(len(reading), np.int32), {}
+        rows = {row: slot for row, slot in enumerate(reading) if slot is not None}
+        for row, slot in rows.items():
+            prompt, begin = slot.request.prompt, slot.num_written
+            end = min(begin + size, len(prompt))
+            tokens[row, : end - begin], lengths[row], ranges[row] = prompt[begin:end], len(prompt), (begin, end)
+            slot.extend(begin, end)
             self._know(slot, slot.keys, begin, end)
             slot.num_written = end
-        step = at_least(geometry.page_steps(size), most)
-        tables = []
-        for group, span in enumerate(program.spans):
-            pages = np.zeros((len(reading), geometry.table_width(span, step, size)), np.int32)
-            start = np.zeros(len(reading), np.int32)
-            for row, slot in enumerate(reading):
-                if slot is not None:
-                    _fill(pages, start, row, slot.holdings[group], geometry.page)
-            tables.append((pages, start))
-        return program.extend(tokens, positions, lengths, tables)
+        positions = positions_of(len(reading), size, ranges)
+        own, drafts = self._tables(positions, rows)
+        if self.speculation:
+            self.speculation.draft.extend(tokens, positions, lengths, drafts)
+        return self.program.extend(tokens, positions, lengths, own)
 
-    def _go_on(self, going: list[Slot]) -> Any:
+    def _go_on(self, going: Sequence[Slot]) -> Any:
         """Run one token of every slot whose prompt is in."""
-        program, geometry = self.program, self.program.geometry
-        positions, most = np.full((len(self.slots), 1), -1, np.int32), 1
         for slot in going:
-            at = slot.num_written
-            positions[slot.index], most = at, max(most, at // geometry.page + 1)
-            for group, holding in enumerate(slot.holdings):
-                if at % geometry.page == 0 or slot.num_asked == 1:
-                    holding.extend(at, at + 1)
-                    _fill(self._tables[group], self._starts[group], slot.index, holding, geometry.page)
+            slot.extend(slot.num_written, slot.num_written + 1)
+        ranges = {slot.index: (slot.num_written, slot.num_written + 1) for slot in going}
+        positions = positions_of(len(self.slots), 1, ranges)
+        for slot in going:
             slot.num_written += 1
-        step = at_least(geometry.page_steps(1), most)
-        tables = [
-            (table[:, : geometry.table_width(span, step, 1)].copy(), start.copy())  # they change before they are read
-            for span, table, start in zip(program.spans, self._tables, self._starts, strict=True)
-        ]
         self.steps += 1
-        return program.extend(self.draws.last, positions, positions[:, 0] + 1, tables)
+        tables, _ = self._tables(positions, {slot.index: slot for slot in going})
+        return self.program.extend(self.draws.last, positions, positions[:, 0] + 1, tables)
+
+    def _speculate(self, going: Sequence[Slot], speculation: Speculation) -> PendingMany:
+        """Guess and run some tokens of every slot whose prompt is in."""
+        ranges = {}
+        for slot in going:
+            count = min(speculation.count + 1, slot.request.sampling.max_tokens - slot.num_asked)
+            ranges[slot.index] = (slot.num_written, slot.num_written + count)
+            slot.extend(*ranges[slot.index])
+            slot.num_guessed = count - 1
+        positions = positions_of(len(self.slots), speculation.count + 1, ranges)
+        self.steps += 1
+        tables = self._tables(positions, {slot.index: slot for slot in going})
+        return speculation.step(self.program, self.draws, going, positions, tables)
+
+    def _tables(self, positions: np.ndarray, rows: Mapping[int, Slot]) -> tuple[Tables, Tables]:
+        """Return the tables of the model and of the draft."""
+        holdings = {row: slot.holdings for row, slot in rows.items()}
+        tables = tables_of(self.program.geometry, self.spans, positions, holdings)
+        return tables[: len(self.program.spans)], tables[len(self.program.spans) :]
 
     def _know(self, slot: Slot, keys: list[bytes], begin: int, end: int) -> None:
         """Make the pages known that are full with tokens up to `end`, and were not at `begin`."""
@@ -249,11 +273,21 @@ class Batching:
             for holding in slot.holdings:
                 holding.know(number, keys[number])
 
-    def _read(self, pending: Pending) -> None:
+    def _read(self, pending: Pending | PendingMany) -> None:
         """Hand out what was drawn."""
-        for slot, token in pending.tokens():
-            if not slot.has_ended:
-                self._receive(slot, token)
+        for slot, tokens in pending.tokens():
+            if isinstance(pending, PendingMany) and not slot.has_ended:
+                slot.num_written += len(tokens)
+                slot.num_asked += len(tokens)
+                self._count_right(slot.num_guessed, len(tokens) - 1)
+            for token in tokens:
+                if not slot.has_ended:
+                    self._receive(slot, token)
+
+    def _count_right(self, guessed: int, right: int) -> None:
+        assert self.speculation
+        self.speculation.guessed += guessed
+        self.speculation.right += right
 
     def _receive(self, slot: Slot, token: Token | None) -> None:
         if token is None:
@@ -289,8 +323,6 @@ class Batching:
             holding.close()
         slot.has_ended = True
         self.slots[slot.index] = None
-        for table in self._tables:
-            table[slot.index] = 0
         self.finished[why] += 1
         slot.request.push(Delta(text, tokens, why, error))
 
@@ -299,9 +331,3 @@ def _given_up(request: Request, now: float) -> Finish | None:
     if request.is_cancelled:
         return "cancelled"
     return "timeout" if request.deadline_s is not None and now > request.deadline_s else None
-
-
-def _fill(tables: np.ndarray, start: np.ndarray, row: int, holding: Holding, size: int) -> None:
-    tables[row] = 0
-    tables[row, : len(holding.pages)] = list(holding.pages)
-    start[row] = holding.first * size

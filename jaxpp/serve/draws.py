@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -30,18 +30,43 @@ class Pending:
     drawn: Drawn
     slots: Sequence[Any]
 
-    def tokens(self) -> Iterator[tuple[Any, Token | None]]:
+    def tokens(self) -> Iterator[tuple[Any, list[Token | None]]]:
         """Wait, and yield each slot with its token; None where its logits were not finite."""
         drawn = jax.tree.map(np.asarray, self.drawn)
         for slot in self.slots:
-            row, wanted = slot.index, slot.request.sampling.logprobs
-            if not drawn.finite[row]:
-                yield slot, None
-            elif wanted is None:
-                yield slot, Token(int(drawn.tokens[row]))
-            else:
-                top = zip(drawn.top_ids[row, :wanted].tolist(), drawn.top_logprobs[row, :wanted].tolist(), strict=True)
-                yield slot, Token(int(drawn.tokens[row]), float(drawn.logprobs[row]), tuple(top))
+            yield slot, [_token(drawn, slot.index, slot.request.sampling.logprobs)]
+
+
+@dataclass(frozen=True)
+class PendingMany:
+    """What a step that verifies a draft will have drawn.
+
+    Args:
+        drawn: of all rows at each position, arrays ``[T, rows, ...]``.
+        valid: bool ``[T, rows]``: the draft was right up to there.
+        slots: those that draw.
+    """
+
+    drawn: Drawn
+    valid: jax.Array
+    slots: Sequence[Any]
+
+    def tokens(self) -> Iterator[tuple[Any, list[Token | None]]]:
+        """Wait, and yield each slot with its tokens: one, and one more for each that the draft had right."""
+        drawn, valid = jax.tree.map(np.asarray, self.drawn), np.asarray(self.valid)
+        each = [jax.tree.map(lambda x, i=i: x[i], drawn) for i in range(len(valid))]
+        for slot in self.slots:
+            count = int(valid[:, slot.index].sum())
+            yield slot, [_token(one, slot.index, slot.request.sampling.logprobs) for one in each[:count]]
+
+
+def _token(drawn: Drawn, row: int, wanted: int | None) -> Token | None:
+    if not drawn.finite[row]:
+        return None
+    if wanted is None:
+        return Token(int(drawn.tokens[row]))
+    top = zip(drawn.top_ids[row, :wanted].tolist(), drawn.top_logprobs[row, :wanted].tolist(), strict=True)
+    return Token(int(drawn.tokens[row]), float(drawn.logprobs[row]), tuple(top))
 
 
 class Draws:
@@ -68,6 +93,10 @@ class Draws:
         self._draw = jax.jit(
             partial(_draw, num_tokens=num_tokens), static_argnames=("needs",), donate_argnums=(2,), **placed
         )
+        self._verify = jax.jit(
+            partial(_verify, num_tokens=num_tokens), static_argnames=("needs",), donate_argnums=(3,), **placed
+        )
+        self._guess = jax.jit(partial(_guess, num_tokens=num_tokens), static_argnames=("needs",), **placed)
         self._empty_history = jax.jit(lambda: jax.tree.map(jnp.asarray, History.idle(num_slots, vocab)), **placed)
 
     def start(self, row: int, request: Request) -> None:
@@ -97,17 +126,50 @@ class Draws:
         where = np.zeros((3, self._num_slots), np.int32)
         for slot, position, num_new in rows:
             where[:, slot.index] = position, num_new, 1
-        if self._on_device is None:
-            self._on_device = jax.tree.map(jnp.asarray, self._controls)
         needs = Needs.of(slot.request.sampling for slot, *_ in rows)
         history = self._history if needs.history else None
-        drawn, history, self.last = self._draw(logits, self._on_device, history, self.last, where, needs=needs)
+        drawn, history, self.last = self._draw(logits, self._settings(), history, self.last, where, needs=needs)
         if needs.history:
             self._history = history
         return Pending(drawn, [slot for slot, *_ in rows])
 
-    def warm_up(self) -> None:
-        """Compile every variant."""
+    def guess(self, logits: jax.Array, positions: np.ndarray, slots: Sequence[Any]) -> jax.Array:
+        """Draw from a draft's logits, with the noise that the model's own draw will have; no history.
+
+        Args:
+            logits: ``[slots, vocab]``.
+            positions: ``[slots]``, of the new tokens.
+            slots: those that draw.
+        """
+        needs = replace(Needs.of(slot.request.sampling for slot in slots), history=False, logprobs=False)
+        return self._guess(logits, self._settings(), positions, needs=needs)
+
+    def verify(
+        self, logits: jax.Array, guesses: Sequence[jax.Array], where: np.ndarray, slots: Sequence[Any]
+    ) -> PendingMany:
+        """Draw at every position of a draft, as far as the draft was right.
+
+        Args:
+            logits: ``[slots, T, vocab]``, behind each token.
+            guesses: ``T - 1`` of ``[slots]``: what the draft drew behind each token but the last.
+            where: ``[3, slots]``: position of the first new token, tokens drawn before, most tokens to draw.
+            slots: those that draw.
+        """
+        needs = Needs.of(slot.request.sampling for slot in slots)
+        history = self._history if needs.history else None
+        given = (logits, tuple(guesses), self._settings(), history, self.last, where)
+        drawn, valid, history, self.last = self._verify(*given, needs=needs)
+        if needs.history:
+            self._history = history
+        return PendingMany(drawn, valid, slots)
+
+    def _settings(self) -> Controls:
+        if self._on_device is None:
+            self._on_device = jax.tree.map(jnp.asarray, self._controls)
+        return self._on_device
+
+    def warm_up(self, guesses: int = 0) -> None:
+        """Compile every variant, also for drafts of so many tokens."""
         self._history = self._history or self._empty_history()
         logits = jnp.zeros((self._num_slots, self._vocab))
         for flags in product((False, True), repeat=4):
@@ -116,9 +178,14 @@ class Draws:
                 continue
             history = self._history if needs.history else None
             where = np.zeros((3, self._num_slots), np.int32)
-            _, history, _ = self._draw(
-                logits, self._on_device or self._controls, history, self.last, where, needs=needs
-            )
+            _, history, _ = self._draw(logits, self._settings(), history, self.last, where, needs=needs)
+            if guesses:
+                one = self._guess(
+                    logits, self._settings(), where[0], needs=replace(needs, history=False, logprobs=False)
+                )
+                every = jnp.broadcast_to(logits[:, None], (len(logits), guesses + 1, logits.shape[1]))
+                given = (every, (one,) * guesses, self._settings(), history, self.last, where)
+                _, _, history, _ = self._verify(*given, needs=needs)
             self._history = history if needs.history else self._history
 
     def _no_logits(self, like: jax.Array) -> jax.Array:
@@ -142,3 +209,33 @@ def _draw(
     positions, num_new, active = where[0], where[1], where[2] > 0
     drawn, history = sample(logits, controls, history, positions, num_new, active, needs=needs, num_tokens=num_tokens)
     return drawn, history, jnp.where(active, drawn.tokens, last)
+
+
+def _guess(logits: jax.Array, controls: Controls, positions: jax.Array, *, needs: Needs, num_tokens: int) -> jax.Array:
+    everyone, none = jnp.ones(len(logits), bool), jnp.zeros(len(logits), jnp.int32)
+    drawn, _ = sample(logits, controls, None, positions, none, everyone, needs=needs, num_tokens=num_tokens)
+    return drawn.tokens
+
+
+def _verify(
+    logits: jax.Array,
+    guesses: Sequence[jax.Array],
+    controls: Controls,
+    history: History | None,
+    last: jax.Array,
+    where: jax.Array,
+    *,
+    needs: Needs,
+    num_tokens: int,
+) -> tuple[Drawn, jax.Array, History | None, jax.Array]:
+    """Draw at each position in turn: a wrong guess ends a row, and its history holds what it drew until then."""
+    found, valid, active = [], [], where[2] > 0
+    for i in range(logits.shape[1]):
+        places = (where[0] + i, where[1] + i, active)
+        drawn, history = sample(logits[:, i], controls, history, *places, needs=needs, num_tokens=num_tokens)
+        found.append(drawn)
+        valid.append(active)
+        last = jnp.where(active, drawn.tokens, last)
+        if i < len(guesses):
+            active = active & (drawn.tokens == guesses[i]) & (i + 1 < where[2])
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *found), jnp.stack(valid), history, last

@@ -14,17 +14,18 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
 from jaxpp.parallel import Execution
 from jaxpp.serve.batching import Batching
 from jaxpp.serve.draws import Draws
 from jaxpp.serve.handle import Request
+from jaxpp.serve.limits import batch_shards, check_draft, check_layout, check_length, context_of
 from jaxpp.serve.pages import Span
 from jaxpp.serve.program import Geometry, Program, windows_of
 from jaxpp.serve.request import Delta, Finish, QueueFull, Sampling, Token
 from jaxpp.serve.sampler import require_ids
+from jaxpp.serve.speculate import Speculation
 
 KvDtype = Literal["", "float32", "bfloat16", "float16", "int8"]
 
@@ -66,6 +67,8 @@ class Statistics:
         new_tokens: tokens that were drawn and handed out.
         finished: requests that ended, by why.
         num_compiled: shapes that were compiled.
+        guessed_tokens: that a draft guessed.
+        right_tokens: those of them that the model drew, too.
     """
 
     num_waiting: int
@@ -78,6 +81,8 @@ class Statistics:
     new_tokens: int
     finished: Mapping[Finish, int]
     num_compiled: int
+    guessed_tokens: int = 0
+    right_tokens: int = 0
 
 
 class Engine:
@@ -95,6 +100,9 @@ class Engine:
         num_pages: pages of each batch shard; 0: enough for every slot to be full, and as many for prefixes to stay.
         kv_dtype: of keys and values; ``""``: that of the weights; ``"int8"``: an eighth to a half of the room.
         seed: from which requests without one draw theirs.
+        draft: a smaller model of the same tokens, loaded on the same mesh, that guesses tokens ahead
+            (`jaxpp.serve.speculate`); answers stay what they are. It is taken over, too.
+        draft_tokens: tokens that it guesses at a time.
 
     Raises:
         ValueError: a context that the model does not take, sizes that do not divide, a model that is no decoder.
@@ -112,24 +120,32 @@ class Engine:
         num_pages: int = 0,
         kv_dtype: KvDtype = "",
         seed: int = 0,
+        draft: Any = None,
+        draft_tokens: int = 4,
     ):
         """Lay out the cache; nothing is compiled yet."""
         self.config, self.tokenizer = model.config, model.tokenizer
-        self.max_context = _context(model.config, max_context)
+        self.max_context = context_of(model.config, max_context)
         execution = model.loaded.execution if model.loaded else Execution()
         shards = batch_shards(model)
-        _check_layout(execution, slots, shards)
+        check_layout(execution, slots, shards)
         chunk = min(chunk, self.max_context)
-        dtype = kv_dtype or str(np.dtype(jax.tree.leaves(_params(model))[0].dtype))
-        spans = [Span(window, chunk, page) for window in sorted(set(windows_of(model.config)))]
-        counts = tuple(
-            num_pages + 1 if num_pages else _pages(span, self.max_context, slots // shards) for span in spans
-        )
-        geometry = Geometry(slots, self.max_context, page, chunk, counts, dtype)
-        self._program = Program(model, execution, geometry)
+
+        def program(model: Any) -> Program:
+            dtype = kv_dtype or str(np.dtype(model.final_norm.scale.get_value().dtype))
+            spans = [Span(window, chunk, page) for window in sorted(set(windows_of(model.config)))]
+            usual = (_pages(span, self.max_context, slots // shards) for span in spans)
+            counts = tuple(num_pages + 1 if num_pages else count for count in usual)
+            return Program(model, execution, Geometry(slots, self.max_context, page, chunk, counts, dtype))
+
+        self._speculation = None
+        if draft is not None:
+            check_draft(model, draft, draft_tokens, self.max_context)
+            self._speculation = Speculation(program(draft), draft_tokens)
+        self._program = program(model)
         num_tokens = self.tokenizer.vocab_size if self.tokenizer else model.config.vocab_size
         draws = Draws(slots, model.config.table_rows, num_tokens, self._ends(), execution.layout)
-        self._batching = Batching(self._program, draws, self.tokenizer, self._ends())
+        self._batching = Batching(self._program, draws, self.tokenizer, self._ends(), self._speculation)
         self._max_queue, self._seed, self._num_requests = max_queue or math.inf, seed, 0
         self._inbox = deque[Request]()  # handed in, and not seen by the batching yet
         self._changed, self._working = threading.Condition(), threading.Lock()
@@ -160,7 +176,7 @@ class Engine:
         require_ids(sampling, self.config.vocab_size)
         if sampling.stop and self.tokenizer is None:
             raise ValueError("stop names texts, but the checkpoint has no tokenizer; use stop_ids")
-        for span, pool in zip(self._program.spans, self._batching.pools[0], strict=True):
+        for span, pool in zip(self._batching.spans, self._batching.pools[0], strict=True):
             if (most := span.most(len(prompt) + sampling.max_tokens)) >= pool.num_pages:
                 raise ValueError(f"prompt and answer take {most} pages of the cache; there are {pool.num_pages - 1}")
 
@@ -312,13 +328,18 @@ class Engine:
     def warm_up(self) -> int:
         """Compile all shapes, so that no request waits for it; return how many there are."""
         with self._working:
-            self._program.warm_up()
-            self._batching.draws.warm_up()
-        return self._program.num_compiled
+            self._program.warm_up(self._speculation.count + 1 if self._speculation else 0)
+            if self._speculation:
+                self._speculation.draft.warm_up()
+            self._batching.draws.warm_up(self._speculation.count if self._speculation else 0)
+        return self._num_compiled()
+
+    def _num_compiled(self) -> int:
+        return self._program.num_compiled + (self._speculation.draft.num_compiled if self._speculation else 0)
 
     def statistics(self) -> Statistics:
         """Return what is held now and what was done."""
-        batching = self._batching
+        batching, speculation = self._batching, self._speculation
         pools = [pool for shard in batching.pools for pool in shard]
         return Statistics(
             num_waiting=len(self._inbox) + len(batching.waiting),
@@ -326,7 +347,9 @@ class Engine:
             num_slots=len(batching.slots), pages_used=sum(pool.num_held for pool in pools),
             num_pages=sum(pool.num_pages - 1 for pool in pools), prompt_tokens=batching.prompt_tokens,
             cached_prompt_tokens=batching.cached_tokens, new_tokens=batching.new_tokens,
-            finished=dict(batching.finished), num_compiled=self._program.num_compiled,
+            finished=dict(batching.finished), num_compiled=self._num_compiled(),
+            guessed_tokens=speculation.guessed if speculation else 0,
+            right_tokens=speculation.right if speculation else 0,
         )  # fmt: skip
 
     def close(self, drain_s: float = 0.0) -> None:
@@ -343,60 +366,6 @@ class Engine:
             self._gives_up = True
         if self._thread is not None:
             self._thread.join(timeout=60)
-
-
-def check_length(prompt: Sequence[int], sampling: Sampling, max_context: int, vocab_size: int) -> None:
-    """Refuse a prompt that is empty, has foreign ids, or with its answer is longer than the context.
-
-    Raises:
-        ValueError: with the numbers.
-    """
-    if not len(prompt):
-        raise ValueError("the prompt is empty; give at least one token")
-    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-        raise ValueError(f"token ids {min(prompt)} to {max(prompt)}; this model takes 0 to {vocab_size - 1}")
-    room = max_context - len(prompt)
-    if room < 1:
-        raise ValueError(
-            f"the prompt has {len(prompt)} tokens, but the model takes {max_context} with what it adds; "
-            f"cut the prompt to {max_context - 1} tokens or fewer"
-        )
-    if sampling.max_tokens > room:
-        raise ValueError(
-            f"max_tokens {sampling.max_tokens} after a prompt of {len(prompt)} tokens; the model's context of "
-            f"{max_context} tokens leaves room for 1 to {room}"
-        )
-
-
-def batch_shards(model: Any) -> int:
-    """Return over how many parts of the mesh a loaded model's requests are spread: slots are a multiple of it."""
-    layout = model.loaded.execution.layout if model.loaded else None
-    return layout.num_shards("batch", "cache") if layout else 1
-
-
-def _params(model: Any) -> Any:
-    from flax import nnx
-
-    return nnx.split(model, nnx.Param, ...)[1]
-
-
-def _context(config: Any, wanted: int) -> int:
-    if not hasattr(config, "layers"):
-        raise ValueError(f"a {type(config).__name__} is no decoder; the engine runs decoders")
-    if wanted > config.max_positions:
-        raise ValueError(f"max_context {wanted}: the model takes {config.max_positions} tokens or fewer")
-    if wanted < 0 or wanted == 1:
-        raise ValueError(f"max_context {wanted}: 2 or more are needed, or 0 for all that the model takes, up to 2,048")
-    return wanted or min(config.max_positions, 2048)
-
-
-def _check_layout(execution: Execution, slots: int, shards: int) -> None:
-    layout = execution.layout
-    if layout is not None and layout.mesh.shape.get("stage", 1) > 1:
-        raise ValueError("the engine runs no pipelines; drop axis stage from the mesh, or use it as tensor")
-    if slots < 1 or slots % shards:
-        nearest = max(1, -(-slots // shards)) * shards
-        raise ValueError(f"slots {slots}: a multiple of the mesh's {shards} batch shards is needed, such as {nearest}")
 
 
 def _pages(span: Span, max_context: int, slots: int) -> int:

@@ -22,6 +22,9 @@ from jaxpp.nn.stack import Layers, unstack_blocks
 from jaxpp.parallel import Execution, executing
 from jaxpp.serve.pages import Span
 
+FEW = 16
+"""New tokens of a row up to which the sizes of tables are those of one."""
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -45,7 +48,7 @@ class Geometry:
 
     def table_width(self, span: Span, step: int, num_new: int) -> int:
         """Return the pages of a row in a group of layers, where the whole context takes `step` pages."""
-        return min(step, -(-(span.window + num_new) // self.page) + 1) if span.window else step
+        return min(step, -(-(span.window + max(num_new, FEW)) // self.page) + 1) if span.window else step
 
     def chunk_sizes(self) -> list[int]:
         """Return the sizes that the last chunk of a prompt is filled up to."""
@@ -53,7 +56,7 @@ class Geometry:
 
     def page_steps(self, num_new: int) -> list[int]:
         """Return the sizes that tables are filled up to: fine for decoding, coarse for chunks."""
-        return _steps(max(1, -(-128 // self.page)), -(-self.max_context // self.page), 2 if num_new == 1 else 4)
+        return _steps(max(1, -(-128 // self.page)), -(-self.max_context // self.page), 2 if num_new <= FEW else 4)
 
 
 def _steps(least: int, most: int, factor: int) -> list[int]:
@@ -99,7 +102,7 @@ class Program:
         self.num_shards = layout.num_shards("batch", "cache") if layout else 1
         self.pages = self._empty()
         self.num_compiled = 0  # shapes
-        self._compiled = jax.jit(self._run, donate_argnums=(1,))
+        self._compiled = jax.jit(self._run, donate_argnums=(1,), static_argnames=("every",))
 
     def _empty(self) -> list[Pages]:
         config, layout, geometry = self.config, self.execution.layout, self.geometry
@@ -118,7 +121,12 @@ class Program:
         return jax.jit(make, out_shardings=places)()
 
     def extend(
-        self, tokens: Any, positions: np.ndarray, lengths: np.ndarray, tables: Sequence[tuple[np.ndarray, np.ndarray]]
+        self,
+        tokens: Any,
+        positions: np.ndarray,
+        lengths: np.ndarray,
+        tables: Sequence[tuple[np.ndarray, np.ndarray]],
+        every: bool = False,
     ) -> jax.Array:
         """Run new tokens of some rows behind those in their pages.
 
@@ -127,16 +135,25 @@ class Program:
             positions: ``[rows, T]``, -1 for padding.
             lengths: ``[rows]``, tokens that each row will have when its prompt is in, or has now.
             tables: for each group of layers, pages ``[rows, P]`` and start ``[rows]`` (`jaxpp.nn.paged.Table`).
+            every: give the logits of every token.
 
         Returns:
-            Logits ``[rows, vocab]`` of each row's last token, fp32.
+            Logits ``[rows, vocab]`` of each row's last token, fp32; of every token ``[rows, T, vocab]``.
         """
         arguments = tuple(Table(jnp.asarray(pages), jnp.asarray(start)) for pages, start in tables)
-        logits, self.pages = self._compiled(self._weights, self.pages, tokens, positions, lengths, arguments)
+        given = (self._weights, self.pages, tokens, positions, lengths, arguments)
+        logits, self.pages = self._compiled(*given, every=every)
         return logits
 
     def _run(
-        self, weights: Any, pages: Any, tokens: jax.Array, positions: jax.Array, lengths: jax.Array, tables: Any
+        self,
+        weights: Any,
+        pages: Any,
+        tokens: jax.Array,
+        positions: jax.Array,
+        lengths: jax.Array,
+        tables: Any,
+        every: bool = False,
     ) -> tuple[jax.Array, list[Pages]]:
         self.num_compiled += 1  # only tracing comes here
         tokens = tokens.reshape(positions.shape)
@@ -151,21 +168,30 @@ class Program:
         with executing(self.execution):
             model: Any = nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights))
             x = model.run(model.embed(batch), batch)
+            if every:
+                return model.logits(x), [cache.pages for cache in caches]
             last = jnp.argmax(positions, axis=1)
             x = jnp.take_along_axis(x, last[:, None, None], axis=1)
             return model.logits(x)[:, 0], [cache.pages for cache in caches]
 
-    def warm_up(self) -> None:
-        """Compile every shape, by running each on padding."""
-        geometry = self.geometry
-        for size in (1, *geometry.chunk_sizes()):
-            rows = geometry.slots if size == 1 else self.num_shards
-            empty = np.full((rows, size), -1, np.int32)
-            for step in geometry.page_steps(size):
-                widths = [geometry.table_width(span, step, size) for span in self.spans]
-                tables = [(np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)) for width in widths]
-                tokens = jnp.zeros(rows, jnp.int32) if size == 1 else np.zeros((rows, size), np.int32)
-                self.extend(tokens, empty, np.ones(rows, np.int32), tables)
+    def warm_up(self, verified: int = 0) -> None:
+        """Compile every shape, by running each on padding.
+
+        Args:
+            verified: tokens of a row that are run at once to verify a draft; 0: none.
+        """
+        for size in (1, *self.geometry.chunk_sizes()):
+            self._warm_up(size, self.geometry.slots if size == 1 else self.num_shards)
+        if verified:
+            self._warm_up(verified, self.geometry.slots, every=True)
+
+    def _warm_up(self, size: int, rows: int, every: bool = False) -> None:
+        geometry, empty = self.geometry, np.full((rows, size), -1, np.int32)
+        for step in geometry.page_steps(size):
+            widths = [geometry.table_width(span, step, size) for span in self.spans]
+            tables = [(np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)) for width in widths]
+            tokens = np.zeros((rows, size), np.int32) if size > 1 or every else jnp.zeros(rows, jnp.int32)
+            self.extend(tokens, empty, np.ones(rows, np.int32), tables, every)
 
     def bytes_of_pages(self) -> int:
         """Count the bytes of all pages, over all devices that hold a part of their own."""

@@ -28,6 +28,7 @@ MODELS = {
     "gemma": dataclasses.replace(
         UNTIED, tied=True, embed_scale=True, norm_scale="offset", norm_place="both", qk_norm="head"
     ),
+    "ladder": dataclasses.replace(UNTIED, ladder_layers=1),
     "experts": dataclasses.replace(UNTIED, mlp_bias=False, moe=MoeConfig(4, 2, mlp_dim=16)),
 }
 SIZES = {"embed_dim": 40, "mlp_dim": 48, "num_heads": 6, "num_layers": 3}

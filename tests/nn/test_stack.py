@@ -10,8 +10,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpp import dims, tree
-from jaxpp.nn import Mlp, Norm, run_blocks, stack_blocks
-from jaxpp.nn.stack import KEPT, REMAT, remat_policy
+from jaxpp.nn import Mlp, Norm, num_blocks, run_blocks, split_blocks, stack_blocks
+from jaxpp.nn.stack import KEPT, REMAT, remat_policy, unstack_blocks
 from jaxpp.parallel import Execution, executing
 
 LAYERS, EMBED, MLP = 3, 8, 16
@@ -73,6 +73,18 @@ def test_every_way_to_run_the_blocks_is_the_same(layers, remat, blocks, oracle):
     assert set(grads) == set(oracle[1])
     for name, wanted in oracle[1].items():
         np.testing.assert_allclose(grads[name], wanted, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("at", [0, 1, LAYERS])
+@pytest.mark.parametrize("kept", ["stacked", "one by one"])
+def test_a_part_and_the_rest_are_the_whole(kept, at, blocks, oracle):
+    whole = nnx.merge(blocks[0], jax.tree.map(jnp.copy, blocks[1]))
+    parts = split_blocks(whole if kept == "stacked" else unstack_blocks(whole), at)
+    assert [num_blocks(part) for part in parts] == [at, LAYERS - at]
+    x = X
+    for part in parts:
+        x = run_blocks(part, x, jnp.float32(0.5)) if num_blocks(part) else x
+    np.testing.assert_allclose(x, oracle[0], atol=1e-5)
 
 
 def kept_bytes(blocks, remat: str) -> int:
