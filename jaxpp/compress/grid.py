@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # parts of a block's range that a search for clipping tries
-STORED = jnp.bfloat16  # of scales and offsets: the range of float32; the integers are chosen for what it rounds them to
 
 
 @dataclass(frozen=True)
@@ -25,11 +24,13 @@ class Grid:
         bits: of an integer, 8 or 4.
         offset: the grid spans a block's smallest to its largest number; else it is symmetric about zero.
         clip: give up the ends of a block's range where that makes the squared error smaller.
+        stored: dtype of scales and offsets; the integers are chosen for what it rounds them to.
     """
 
     bits: int
     offset: bool = False
     clip: bool = False
+    stored: str = "float32"
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -73,24 +74,24 @@ def round_to_grid(
         better = errors[1] < errors[0]
         best = tuple(jnp.where(better, new, old) for old, new in zip(best, one, strict=True))
     q, scale, offset = best
-    kept = [part.reshape(tuple(counts)).astype(STORED) for part in (scale, offset)]
+    kept = [part.reshape(tuple(counts)).astype(grid.stored) for part in (scale, offset)]
     return q.reshape(weight.shape).astype(jnp.int8), kept[0], kept[1] if grid.offset else None
 
 
 def _rounded(x: jax.Array, low: jax.Array, high: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array, jax.Array]:
     least, most = grid.ends
     if grid.offset:
-        scale = _stored((high - low) / (most - least))
-        offset = _stored(low - least * scale)
+        scale = _as_stored((high - low) / (most - least), grid)
+        offset = _as_stored(low - least * scale, grid)
     else:
-        scale = _stored(jnp.maximum(-low, high) / most)
+        scale = _as_stored(jnp.maximum(-low, high) / most, grid)
         offset = jnp.zeros_like(scale)
     step = jnp.where(scale == 0, 1, scale)  # a block of one number alone: its offset says it all
     return jnp.clip(jnp.round((x - offset) / step), least, most), scale, offset
 
 
-def _stored(x: jax.Array) -> jax.Array:
-    return x.astype(STORED).astype(jnp.float32)
+def _as_stored(x: jax.Array, grid: Grid) -> jax.Array:
+    return x.astype(grid.stored).astype(jnp.float32)
 
 
 def from_grid(integers: jax.Array, scales: jax.Array, offsets: jax.Array | None, dtype: jnp.dtype) -> jax.Array:

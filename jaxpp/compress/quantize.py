@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -22,6 +22,8 @@ from jaxpp.compress.quantized import QuantizedPart, QuantizedWeight
 from jaxpp.names import unknown
 
 SMALL = 1024  # elements of a matrix that is left as it is
+
+GROUPED = "bfloat16"  # dtype of the scales of groups, which are many: it has the range of float32
 
 Model = TypeVar("Model")
 
@@ -46,8 +48,8 @@ TABLES = Kind(Grid(8), 0)  # of what has dim vocab: errors there are not average
 class Quantization:
     """How to quantise a model.
 
-    int8 has one scale for each written element; int4 has one scale and one offset for each group of 32 elements that
-    are read. Token embeddings and heads are int8, with one scale for each token, in both. What reads nothing or writes
+    int8 has one scale for each written element; int4 has one scale and one offset, bfloat16, for each group of 32
+    elements that are read. Token embeddings and heads are int8, with one scale for each token, in both. What reads nothing or writes
     nothing (norms, biases), routers, learned positions and matrices under 1,024 elements stay as they are.
 
     Args:
@@ -79,7 +81,8 @@ class Quantization:
             return None
         kind = TABLES if "vocab" in arrow.dims else KINDS[self.kind]
         group = kind.group if self.group is None or kind is TABLES else self.group
-        return Grid(kind.grid.bits, kind.grid.offset, self.clip), group
+        stored = GROUPED if group else kind.grid.stored
+        return replace(kind.grid, clip=self.clip, stored=stored), group
 
     def check(self, params: Any) -> None:
         """Refuse weights that do not hold whole groups, on each device, before any is read.

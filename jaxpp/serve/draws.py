@@ -180,9 +180,8 @@ class Draws:
             where = np.zeros((3, self._num_slots), np.int32)
             _, history, _ = self._draw(logits, self._settings(), history, self.last, where, needs=needs)
             if guesses:
-                one = self._guess(
-                    logits, self._settings(), where[0], needs=replace(needs, history=False, logprobs=False)
-                )
+                few = replace(needs, history=False, logprobs=False)
+                one = self._guess(logits, self._settings(), where[0], needs=few)
                 every = jnp.broadcast_to(logits[:, None], (len(logits), guesses + 1, logits.shape[1]))
                 given = (every, (one,) * guesses, self._settings(), history, self.last, where)
                 _, _, history, _ = self._verify(*given, needs=needs)

@@ -10,7 +10,14 @@ import pytest
 
 from jaxpp.compress.grid import Grid, blocks_along, from_grid, pack, round_to_grid, unpack
 
-GRIDS = (Grid(8), Grid(8, offset=True), Grid(4), Grid(4, offset=True))
+GRIDS = (
+    Grid(8),
+    Grid(8, offset=True),
+    Grid(4),
+    Grid(4, True),
+    Grid(4, stored="bfloat16"),
+    Grid(4, True, stored="bfloat16"),
+)
 
 
 def weight(*shape: int) -> jnp.ndarray:
@@ -27,24 +34,25 @@ def test_a_number_moves_by_half_a_step_of_its_block_at_most(grid, counts):
     x = weight(64, 12)
     found, steps = np.abs(there_and_back(x, counts, grid) - x), round_to_grid(x, counts, grid)[1].astype(jnp.float32)
     steps = np.repeat(np.repeat(steps, 64 // counts[0], 0), 12 // counts[1], 1)
-    assert (found <= 0.51 * steps).all()
+    assert (found <= (0.5 if grid.stored == "float32" else 0.55) * steps + 1e-6).all()
     assert found.max() > 0.4 * steps.min()  # so that the bound bounds
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_numbers_that_lie_on_a_symmetric_grid_stay(bits):
-    x = jnp.asarray(there_and_back(weight(64, 12), (2, 12), Grid(bits)))
-    values, scales, _ = round_to_grid(x, (2, 12), Grid(bits))
-    assert there_and_back(x, (2, 12), Grid(bits)).tolist() == x.tolist()
+    values, scales, _ = round_to_grid(weight(64, 12), (2, 12), Grid(bits))
+    again, rescaled, _ = round_to_grid(from_grid(values, scales, None, jnp.dtype(jnp.float32)), (2, 12), Grid(bits))
+    assert again.tolist() == values.tolist()
+    np.testing.assert_allclose(rescaled, scales, rtol=1e-6)
     assert np.abs(values).max() == 2 ** (bits - 1) - 1
-    assert scales.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("number", [0.0, 0.375, -0.375])
 def test_a_block_of_one_number_is_exact(grid, number):
     if number and not grid.offset:
-        pytest.skip("127 steps of a bfloat16 are not every number")
+        assert there_and_back(jnp.full((8, 4), number), (2, 4), grid) == pytest.approx(number, rel=5e-3)
+        return
     assert (there_and_back(jnp.full((8, 4), number), (2, 4), grid) == number).all()
 
 

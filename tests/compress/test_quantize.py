@@ -49,9 +49,7 @@ def logits(written):
 
 
 def weights_of(model: Any) -> dict[str, QuantizedWeight]:
-    return {
-        "/".join(map(str, path)): node for path, node in nnx.iter_graph(model) if isinstance(node, QuantizedWeight)
-    }
+    return {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model) if isinstance(node, QuantizedWeight)}
 
 
 def relative(found: np.ndarray, wanted: np.ndarray) -> float:
@@ -113,7 +111,7 @@ def test_a_device_holds_one_byte_or_half_a_byte_for_each_weight(how, mesh, writt
         if is_table or how is INT8:
             sharing = weight.arrow.writes if is_table and weight.arrow.is_lookup() else weight.arrow.reads
             assert set(sharing).isdisjoint(dims.of(weight.scales).dims)
-            assert len(parts) == 2 and parts[1].nbytes == 2 * whole.size // (64 if is_table else reads)
+            assert len(parts) == 2 and parts[1].nbytes == 4 * whole.size // (64 if is_table else reads)
         else:
             assert [part.nbytes for part in parts[1:]] == 2 * [2 * whole.size // 16]
             assert here[1] == 2 * bytes_per_device(whole) // 4 // 16  # split as the weight is

@@ -91,8 +91,9 @@ def test_windows_and_a_mesh(tmp_path: Path) -> None:
     "case, settings, message",
     [
         ("llama2", {}, "the draft and the model know 251 and 256 tokens; a draft of the same tokenizer is needed"),
+        ("llama_dynamic", {"max_context": 64}, "the draft takes 32 tokens, fewer than max_context 64; set that to 32"),
         ("llama_mqa", {"draft_tokens": 0}, "draft_tokens 0: 1 to 15 are needed"),
-        ("llama_dynamic", {"max_context": 64}, "the draft's rotary rule dynamic depends on the length of a row"),
+        ("llama_dynamic", {"max_context": 32}, "the draft's rotary rule dynamic depends on the length of a row"),
     ],
 )
 def test_what_cannot_guess_is_refused(case: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
