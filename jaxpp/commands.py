@@ -56,7 +56,11 @@ def loaded(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Any:
 
 
 def add_draft(parser: Any) -> None:
-    """Add the options of a draft to a command that runs the engine."""
+    """Add the options of a draft, and of how the cache is split, to a command that runs the engine."""
+    parser.add_argument(
+        "--kv-split", default="heads", choices=("heads", "batch"),
+        help="how axis tensor splits keys and values; batch where heads are few: slots are then a multiple of it too",
+    )  # fmt: skip
     parser.add_argument("--draft", default="", metavar="CHECKPOINT", help="a small model that guesses tokens ahead")
     parser.add_argument("--draft-tokens", type=int, default=4, metavar="N", help="tokens that it guesses at a time")
 

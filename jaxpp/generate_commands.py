@@ -96,13 +96,13 @@ def _lines(name: str) -> list[str]:
 
 def _engine(arguments: argparse.Namespace, checkpoint: Checkpoint, slots: int, context: int) -> Engine:
     from jaxpp.serve.engine import Engine
-    from jaxpp.serve.limits import batch_shards
+    from jaxpp.serve.limits import batch_shards, execution_of
 
     model, draft = loaded(arguments, checkpoint), loaded_draft(arguments)
-    shards = batch_shards(model)
+    shards = batch_shards(execution_of(model, arguments.kv_split))
     return Engine(
         model, slots=-(-slots // shards) * shards, max_context=context, kv_dtype=arguments.kv_dtype,
-        draft=draft, draft_tokens=arguments.draft_tokens,
+        kv_split=arguments.kv_split, draft=draft, draft_tokens=arguments.draft_tokens,
     )  # fmt: skip
 
 

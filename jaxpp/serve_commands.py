@@ -41,7 +41,8 @@ def _serve(arguments: argparse.Namespace, settings: ServerSettings, port: Any) -
         raise ValueError(f"serve runs in one process, and here are {jax.process_count()}; start it without a launcher")
     engine = Engine(
         model, slots=arguments.slots, max_context=arguments.max_context, max_queue=arguments.queue,
-        kv_dtype=arguments.kv_dtype, draft=loaded_draft(arguments), draft_tokens=arguments.draft_tokens,
+        kv_dtype=arguments.kv_dtype, kv_split=arguments.kv_split, draft=loaded_draft(arguments),
+        draft_tokens=arguments.draft_tokens,
     )  # fmt: skip
     print(f"compiled {engine.warm_up()} shapes", file=sys.stderr, flush=True)
     name = arguments.model_name or checkpoint.name

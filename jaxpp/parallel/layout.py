@@ -74,6 +74,18 @@ class Layout:
         kept = {f.name: left(getattr(self.rules, f.name)) for f in fields(self.rules)}
         return replace(self, rules=Rules(**{**kept, "cache": self.rules.cache}))
 
+    def cached_by_batch(self) -> Layout:
+        """Return this layout with keys and values split by row over all axes that split them, instead of by head.
+
+        Cost: in each layer an all-to-all of the queries there and one of the result back, of ``tokens x heads x
+            head_dim / n`` per device; new keys and values move likewise where their heads are split.
+
+        Source: Pope et al., Efficiently Scaling Transformer Inference, 2022, section 3.3.
+        """
+        dims = ("batch", "kv_heads", "heads")
+        axes = tuple(dict.fromkeys(axis for dim in dims for axis in self.rules.cache.get(dim, ())))
+        return replace(self, rules=replace(self.rules, cache={"batch": axes}))
+
     def axes(self, dim: str, place: Place) -> tuple[str, ...]:
         """Return the mesh axes that split `dim` in `place`; axes of size 1 count as none."""
         named = getattr(self.rules, place).get(dim, ())

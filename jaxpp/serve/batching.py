@@ -191,10 +191,10 @@ class Batching:
         """Send the work of one step to the devices; return what will be drawn."""
         going = [slot for slot in self._running() if not slot.is_reading and slot.may_draw and slot.num_asked]
         reading = [self._first_reader(shard) for shard in range(self.program.num_shards)]
-        chunk_logits = self._read_prompts(reading) if any(reading) else None
+        chunk_logits: Any = self._read_prompts(reading) if any(reading) else None
         begun = {row: slot for row, slot in enumerate(reading) if slot is not None and not slot.is_reading}
         asked: list[Pending | PendingMany] = []
-        logits = None
+        logits: Any = None
         if going and self.speculation:
             asked.append(self._speculate(going, self.speculation))
             going = []

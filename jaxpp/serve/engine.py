@@ -16,17 +16,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxpp.parallel import Execution
 from jaxpp.serve.batching import Batching
 from jaxpp.serve.draws import Draws
 from jaxpp.serve.handle import Request
-from jaxpp.serve.limits import batch_shards, check_draft, check_layout, check_length, context_of
+from jaxpp.serve.limits import batch_shards, check_draft, check_layout, check_length, context_of, execution_of
 from jaxpp.serve.pages import Span
 from jaxpp.serve.program import Geometry, Program, windows_of
 from jaxpp.serve.request import Delta, Finish, QueueFull, Sampling, Token
 from jaxpp.serve.sampler import require_ids
 from jaxpp.serve.speculate import Speculation
 
+KvSplit = Literal["heads", "batch"]
 KvDtype = Literal["", "float32", "bfloat16", "float16", "int8"]
 
 
@@ -98,6 +98,8 @@ class Engine:
         page: tokens of a page of the cache.
         chunk: tokens of a prompt that are run at once, between the tokens of the others.
         num_pages: pages of each batch shard; 0: enough for every slot to be full, and as many for prefixes to stay.
+        kv_split: how the axes of the mesh that split heads split keys and values: by ``"heads"``, or by ``"batch"``,
+            where heads are fewer than devices: each then keeps its own requests', and nothing twice.
         kv_dtype: of keys and values; ``""``: that of the weights; ``"int8"``: an eighth to a half of the room.
         seed: from which requests without one draw theirs.
         draft: a smaller model of the same tokens, loaded on the same mesh, that guesses tokens ahead
@@ -118,6 +120,7 @@ class Engine:
         page: int = 32,
         chunk: int = 256,
         num_pages: int = 0,
+        kv_split: KvSplit = "heads",
         kv_dtype: KvDtype = "",
         seed: int = 0,
         draft: Any = None,
@@ -126,8 +129,8 @@ class Engine:
         """Lay out the cache; nothing is compiled yet."""
         self.config, self.tokenizer = model.config, model.tokenizer
         self.max_context = context_of(model.config, max_context)
-        execution = model.loaded.execution if model.loaded else Execution()
-        shards = batch_shards(model)
+        execution = execution_of(model, kv_split)
+        shards = batch_shards(execution)
         check_layout(execution, slots, shards)
         chunk = min(chunk, self.max_context)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from jaxpp.names import unknown
 from jaxpp.parallel import Execution
 from jaxpp.serve.request import Sampling
 from jaxpp.serve.speculate import MOST
@@ -48,10 +50,8 @@ def check_draft(model: Any, draft: Any, count: int, max_context: int) -> None:
         raise ValueError(f"the draft and the model know {sizes}; a draft of the same tokenizer is needed")
     if ours and theirs and ours.fingerprint != theirs.fingerprint:
         raise ValueError("the draft has another tokenizer than the model; its tokens would mean something else")
-    if draft.config.max_positions < max_context:
-        raise ValueError(
-            f"the draft takes {draft.config.max_positions} tokens; set max_context, now {max_context}, to that"
-        )
+    if (most := draft.config.max_positions) < max_context:
+        raise ValueError(f"the draft takes {most} tokens, fewer than max_context {max_context}; set that to {most}")
     meshes = [one.loaded.execution.layout.mesh if one.loaded else None for one in (model, draft)]
     if meshes[0] != meshes[1]:
         raise ValueError("the draft lies on another mesh than the model; load both with the same one")
@@ -61,10 +61,23 @@ def check_draft(model: Any, draft: Any, count: int, max_context: int) -> None:
             raise ValueError(f"the {name}'s rotary rule {kind} depends on the length of a row; it takes no draft")
 
 
-def batch_shards(model: Any) -> int:
-    """Return over how many parts of the mesh a loaded model's requests are spread: slots are a multiple of it."""
-    layout = model.loaded.execution.layout if model.loaded else None
-    return layout.num_shards("batch", "cache") if layout else 1
+def execution_of(model: Any, kv_split: str) -> Execution:
+    """Return how a loaded model runs with its keys and values split by ``"heads"`` or by ``"batch"``.
+
+    Raises:
+        ValueError: another word.
+    """
+    if kv_split not in ("heads", "batch"):
+        raise ValueError(unknown("kv_split", kv_split, ("heads", "batch")))
+    execution = model.loaded.execution if model.loaded else Execution()
+    if kv_split == "heads" or execution.layout is None:
+        return execution
+    return replace(execution, layout=execution.layout.cached_by_batch())
+
+
+def batch_shards(execution: Execution) -> int:
+    """Return over how many parts of the mesh requests are spread: slots are a multiple of it."""
+    return execution.layout.num_shards("batch", "cache") if execution.layout else 1
 
 
 def context_of(config: Any, wanted: int) -> int:

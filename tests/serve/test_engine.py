@@ -81,6 +81,21 @@ def test_every_mesh_gives_the_same_tokens(mesh: str, tmp_path: Path) -> None:
     assert answers[0].ids == answers[2].ids == golden["greedy_new"].tolist()
 
 
+@pytest.mark.parametrize(
+    "case, mesh", [("llama_mqa", "tensor:4"), ("llama_gqa", "data:2 tensor:4"), ("gemma2", "tensor:2")]
+)
+def test_keys_and_values_by_batch(case: str, mesh: str, tmp_path: Path) -> None:
+    """Each device keeps its own requests', whole; queries travel there and back."""
+    golden = reading.load(case).arrays
+    model = load(reading.write(case, tmp_path), mesh)
+    engine = Engine(model, slots=8, max_context=24, page=4, chunk=8, kv_split="batch")
+    asked = golden["greedy_prompt"].tolist()
+    answers = engine.generate([asked, asked[:3], asked, asked[:5], asked], replace(GREEDY, max_tokens=16))
+    assert answers[0].ids == answers[2].ids == answers[4].ids == golden["greedy_new"].tolist()
+    keys, size = engine._program.pages[0].keys, model.loaded.execution.layout.mesh.size
+    assert keys.sharding.shard_shape(keys.shape)[:2] == (len(keys) // size, model.config.num_kv_heads)
+
+
 def test_a_request_gets_what_it_gets_alone(engine: Engine) -> None:
     """64 requests on 4 slots, of lengths 1 to 16, greedy and drawn, with every setting: one by one and all at once."""
     draw = random.Random(1)
