@@ -49,8 +49,8 @@ class Quantization:
     """How to quantise a model.
 
     int8 has one scale for each written element; int4 has one scale and one offset, bfloat16, for each group of 32
-    elements that are read. Token embeddings and heads are int8, with one scale for each token, in both. What reads nothing or writes
-    nothing (norms, biases), routers, learned positions and matrices under 1,024 elements stay as they are.
+    elements that are read. Token embeddings and heads are int8, with one scale for each token, in both. What reads
+    nothing or writes nothing (norms, biases), routers, learned positions and matrices under 1,024 elements stay.
 
     Args:
         kind: ``"int8"`` or ``"int4"``.

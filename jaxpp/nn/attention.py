@@ -254,18 +254,14 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q_BTHD, k_BTKD = self.query_norm(q_BTHD), self.key_norm(k_BTKD)
         if (rotary := _rotary(context, layer)) is not None:
+            if layer.cache is not None:  # else the compiler turns them where the cache is, and gathers in every layer
+                rotary = tuple(constrain(x, "batch seq head_dim") for x in rotary)
             q_BTHD, k_BTKD = rope.rotate(q_BTHD, *rotary), rope.rotate(k_BTKD, *rotary)
         window = 0 if layer.window is False else config.window
         scale = config.scale or config.head_dim**-0.5
         if layer.cache is not None:
-            at = (
-                context.positions
-                if context.segments is None
-                else jnp.where(context.segments > 0, context.positions, -1)
-            )
-            y_BTHD = layer.cache.attend(
-                q_BTHD, k_BTKD, v_BTKD, at, window=window, scale=scale, soft_cap=config.soft_cap
-            )
+            at = context.positions if context.segments is None else jnp.where(context.segments > 0, context.positions, -1)
+            y_BTHD = layer.cache.attend(q_BTHD, k_BTKD, v_BTKD, at, window=window, scale=scale, soft_cap=config.soft_cap)
             return self.out(constrain(y_BTHD, "batch seq heads head_dim"))
         name = choose_kernel(current().attention, x.dtype, x.shape[1], config.head_dim, window, config.soft_cap)
         scores = Scores(_mask(context, window, layer), context.segments, scale, config.soft_cap)

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxpp.nn import Layer
 from jaxpp.nn.paged import PagedCache, Pages, Table, empty_pages
 from jaxpp.nn.stack import Layers, unstack_blocks
-from jaxpp.parallel import Execution, executing
+from jaxpp.parallel import Execution, constrain, executing
 from jaxpp.serve.pages import Span
 
 FEW = 16
@@ -156,7 +156,9 @@ class Program:
         every: bool = False,
     ) -> tuple[jax.Array, list[Pages]]:
         self.num_compiled += 1  # only tracing comes here
-        tokens = tokens.reshape(positions.shape)
+        with executing(self.execution):  # where blocks want them, not where the cache does
+            positions = constrain(positions, "batch seq")
+            tokens = constrain(tokens.reshape(positions.shape), "batch seq")
         caches = [PagedCache(one, tables[group]) for one, group in zip(pages, self.group_of, strict=True)]
         batch: dict[str, Any] = {
             "tokens": jnp.maximum(tokens, 0),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from flax import nnx
 from jaxpp.conversion import load
 from jaxpp.data import CorpusConfig, read_documents
 from jaxpp.grow import Grown, Request
-from jaxpp.parallel import Execution, executing
 from jaxpp.pretrained import Checkpoint, open_checkpoint
 from tests.bench.run import print_table
 
@@ -93,8 +93,7 @@ def measure(checkpoint: Checkpoint, work: Work) -> Iterator[float]:
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95))
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
-        with executing(Execution(remat="block")):
-            total, count = nnx.merge(graph, params, rest).loss(batch)
+        total, count = nnx.merge(graph, params, rest).loss(batch)
         return total / count
 
     def step(params: Any, moments: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
@@ -115,6 +114,7 @@ def measure(checkpoint: Checkpoint, work: Work) -> Iterator[float]:
         params, moments, loss = train(params, moments, as_batch(part))
         jax.block_until_ready(loss)
         seconds.append(time.perf_counter() - start)
+        print(f"step {len(seconds)}/{work.num_steps} loss {loss:.4f} {seconds[-1]:.1f} s", file=sys.stderr, flush=True)
     yield held_out_loss()
     yield float(np.median(seconds))
 
@@ -133,10 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("source", metavar="SRC", help="a checkpoint of any format, with a tokenizer")
     parser.add_argument("--layers", type=int, default=0, help="on the ladder, the last of them; by default a third")
     parser.add_argument("--corpus", default="pydoc", help="pydoc, stdlib, or files")
-    parser.add_argument("--steps", type=int, default=40, help="of the adaptation")
-    parser.add_argument("--batch", type=int, default=4, help="rows of a step")
+    parser.add_argument("--steps", type=int, default=30, help="of the adaptation")
+    parser.add_argument("--batch", type=int, default=2, help="rows of a step")
     parser.add_argument("--seq-len", type=int, default=128, help="tokens of a row")
-    parser.add_argument("--held-out", type=int, default=32, help="rows that are scored, a multiple of the batch")
+    parser.add_argument("--held-out", type=int, default=16, help="rows that are scored, a multiple of the batch")
     parser.add_argument("--rate", type=float, default=1e-4, help="highest learning rate")
     options = parser.parse_args(arguments)
     checkpoint = open_checkpoint(options.source)

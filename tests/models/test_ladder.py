@@ -161,7 +161,7 @@ def carries(config: DecoderConfig) -> list[int]:
         return model.run(model.embed(batch()), batch())
 
     jaxpr = jax.make_jaxpr(run)(weights(STANDARD))
-    return [eqn.params["num_carry"] for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    return [len(eqn.outvars) for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
 
 
 def test_a_second_stream_goes_along_only_where_a_layer_reads_it():
