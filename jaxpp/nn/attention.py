@@ -260,8 +260,9 @@ class Attention(nnx.Module):
         window = 0 if layer.window is False else config.window
         scale = config.scale or config.head_dim**-0.5
         if layer.cache is not None:
-            at = context.positions if context.segments is None else jnp.where(context.segments > 0, context.positions, -1)
-            y_BTHD = layer.cache.attend(q_BTHD, k_BTKD, v_BTKD, at, window=window, scale=scale, soft_cap=config.soft_cap)
+            real = True if context.segments is None else context.segments > 0
+            at, options = jnp.where(real, context.positions, -1), {"window": window, "scale": scale}
+            y_BTHD = layer.cache.attend(q_BTHD, k_BTKD, v_BTKD, at, **options, soft_cap=config.soft_cap)
             return self.out(constrain(y_BTHD, "batch seq heads head_dim"))
         name = choose_kernel(current().attention, x.dtype, x.shape[1], config.head_dim, window, config.soft_cap)
         scores = Scores(_mask(context, window, layer), context.segments, scale, config.soft_cap)

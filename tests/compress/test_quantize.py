@@ -22,9 +22,13 @@ from jaxpp.pretrained import open_checkpoint
 from jaxpp.serve import Engine
 from tests.golden import reading
 
+GROUP = 4  # the only one that fits all: heads of 12, 96 and 48 wide mlps in two shards
 CASES = ("llama_gqa", "gemma2", "mixtral", "gpt2")
-INT8, INT4 = Quantization("int8"), Quantization("int4", group=16)
-CLOSE = {"int8": 0.04, "int4": 0.35}  # root mean square of the logits' change, over theirs; weights are drawn at random
+INT8, INT4 = Quantization("int8"), Quantization("int4", GROUP)
+CLOSE = {  # root mean square of the logits' change, over theirs; weights are random, routers change their mind
+    "int8": {"llama_gqa": 0.02, "gemma2": 0.03, "mixtral": 0.1, "gpt2": 0.02},
+    "int4": {"llama_gqa": 0.15, "gemma2": 0.2, "mixtral": 0.35, "gpt2": 0.2},
+}
 MESHES = ("tensor:2", "fsdp:2 tensor:2")
 
 
@@ -61,7 +65,7 @@ def relative(found: np.ndarray, wanted: np.ndarray) -> float:
 def test_logits_are_near_the_reference_and_are_those_of_the_rounded_weights(name, how, written, logits):
     golden = reading.load(name).arrays
     found = logits(name, how)
-    assert 1e-3 < relative(found, golden["logits"]) < CLOSE[how.kind]
+    assert 1e-3 < relative(found, golden["logits"]) < CLOSE[how.kind][name]
     plain, rounded = load(written(name)), load(written(name), quantize=how)
     for path, weight in weights_of(rounded).items():
         install(plain, path, weight.in_use().dequantized())
@@ -113,8 +117,8 @@ def test_a_device_holds_one_byte_or_half_a_byte_for_each_weight(how, mesh, writt
             assert set(sharing).isdisjoint(dims.of(weight.scales).dims)
             assert len(parts) == 2 and parts[1].nbytes == 4 * whole.size // (64 if is_table else reads)
         else:
-            assert [part.nbytes for part in parts[1:]] == 2 * [2 * whole.size // 16]
-            assert here[1] == 2 * bytes_per_device(whole) // 4 // 16  # split as the weight is
+            assert [part.nbytes for part in parts[1:]] == 2 * [2 * whole.size // GROUP]
+            assert here[1] == 2 * bytes_per_device(whole) // 4 // GROUP  # split as the weight is
 
 
 def test_a_weight_that_is_split_for_storage_is_gathered_as_integers(written):
@@ -147,7 +151,7 @@ def test_small_and_delicate_weights_stay(written):
 def test_a_loaded_model_is_quantised_in_place_to_the_same_integers(written):
     model = load(written("llama_gqa"))
     table = model.tokens.table.get_value()
-    assert quantize(model, "int4", group=16) is model
+    assert quantize(model, "int4", group=GROUP) is model
     assert table.is_deleted()
     wanted = nnx.state(load(written("llama_gqa"), quantize=INT4))
     jax.tree.map(np.testing.assert_array_equal, tree.named_leaves(nnx.state(model)), tree.named_leaves(wanted))
@@ -162,9 +166,11 @@ def test_bfloat16_models_run_in_bfloat16(written):
 
 
 def test_float16_sums_of_integers_do_not_overflow(written):
-    golden = reading.load("llama_gqa").arrays
-    model = load(written("llama_gqa"), dtype="float16", quantize=INT8)
-    assert relative(np.asarray(model(golden["tokens"])), golden["logits"]) < 0.05
+    weight = load(written("llama_gqa"), quantize=INT8).head.kernel.in_use()
+    x = jnp.sign(weight.dequantized()[:, 0])[None] * 100
+    assert (x @ weight.values.astype(jnp.float32)).max() > 70_000  # more than a float16 holds
+    with jax.default_matmul_precision("default"):
+        np.testing.assert_allclose(x.astype(jnp.float16) @ weight, x @ weight, rtol=0.02, atol=0.5)
 
 
 class Watched:

@@ -15,6 +15,7 @@ from jaxpp.conversion import convert, load
 from jaxpp.grow import Grown, Growth, Request, enlarge
 from jaxpp.grow.proof import ask
 from jaxpp.pretrained import open_checkpoint
+from jaxpp.serve import Engine
 from tests import formats
 
 REQUESTS = {
@@ -109,12 +110,16 @@ def test_one_word_of_the_package_grows(source: Path) -> None:
 
 @pytest.mark.parametrize("case", ["llama_gqa", "gemma2", "mixtral"])
 def test_both_say_the_same_64_tokens(case: str, tmp_path: Path) -> None:
+    """With a cache, as the engine decodes, and without one."""
     model = load(formats.write(tmp_path / "in", case, vocab=None), dtype="float32")
-    bigger, prompt = enlarge(model, width=2), [[1, 2, 3, 4, 5, 6]]
-    room = min(64, model.config.max_positions - 6)
-    before = ask(model, prompt, num_greedy=room)
-    assert ask(bigger, prompt, like=before).greedy == before.greedy == ask(bigger, prompt, num_greedy=room).greedy
-    assert len(before.greedy) == room
+    bigger, prompt = enlarge(model, width=2), [1, 2, 3, 4, 5, 6]
+    room = min(64, model.config.max_positions - len(prompt))
+    before = ask(model, [prompt], num_greedy=room)
+    assert ask(bigger, [prompt], like=before).greedy == before.greedy and len(before.greedy) == room
+    for one in (model, bigger):
+        engine = Engine(one, slots=1, max_context=len(prompt) + room)
+        [answer] = engine.generate([prompt], max_tokens=room, temperature=0, ignore_ends=True)
+        assert tuple(answer.ids) == before.greedy
 
 
 def test_a_growth_of_another_model_is_refused(source: Path) -> None:
