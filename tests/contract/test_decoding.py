@@ -63,7 +63,7 @@ def test_by_heads_it_sends_what_the_partitioner_predicts(case: str, mesh: str, t
 
 @pytest.mark.parametrize("case, mesh", [("llama_mqa", "tensor:4"), ("gpt2", "tensor:4")])
 def test_by_batch_too(case: str, mesh: str, tmp_path: Path) -> None:
-    """Queries, results, and keys and values where they are split, travel; and what positions become is gathered once."""
+    """Queries, results, and keys and values where they are split, travel; what positions become is gathered once."""
     model = load(reading.write(case, tmp_path), mesh)
     engine = Engine(model, slots=ROWS, max_context=64, page=4, chunk=8, kv_split="batch")
     found = sent(engine)
