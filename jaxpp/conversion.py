@@ -18,7 +18,7 @@ from flax import nnx
 from jaxpp import dims, runtime, tree
 from jaxpp.checkpoint import Checkpoints
 from jaxpp.compress import Quantization, refuse_quantized
-from jaxpp.compress.quantize import install
+from jaxpp.compress.quantization import install
 from jaxpp.convert.export import Make, write_safetensors
 from jaxpp.data import Tokenizer
 from jaxpp.data.published import TEXTS

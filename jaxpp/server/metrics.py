@@ -89,6 +89,8 @@ class _EngineCounts:
             "jaxpp_prompt_tokens": ("Tokens of prompts.", now.prompt_tokens),
             "jaxpp_cached_prompt_tokens": ("Tokens of prompts that were in the cache.", now.cached_prompt_tokens),
             "jaxpp_new_tokens": ("Tokens of answers.", now.new_tokens),
+            "jaxpp_guessed_tokens": ("Tokens that a draft guessed.", now.guessed_tokens),
+            "jaxpp_right_tokens": ("Guessed tokens that the model drew too.", now.right_tokens),
         }
         for name, (words, value) in gauges.items():
             yield GaugeMetricFamily(name, words, value)

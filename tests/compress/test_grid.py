@@ -15,8 +15,8 @@ GRIDS = (
     Grid(8, offset=True),
     Grid(4),
     Grid(4, True),
-    Grid(4, stored="bfloat16"),
-    Grid(4, True, stored="bfloat16"),
+    Grid(4, stored="float16"),
+    Grid(4, True, stored="float16"),
 )
 
 

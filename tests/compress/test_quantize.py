@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxpp import cli, dims, tree
 from jaxpp.compress import Quantization, QuantizedWeight, quantize
-from jaxpp.compress.quantize import install
+from jaxpp.compress.quantization import install
 from jaxpp.compress.quantized import QuantizedPart
 from jaxpp.conversion import load, save
 from jaxpp.parallel import bytes_per_device, executing
@@ -132,7 +132,7 @@ def test_a_weight_that_is_split_for_storage_is_gathered_as_integers(written):
             batch = {"tokens": tokens, "positions": jnp.broadcast_to(jnp.arange(4), (2, 4))}
             return merged.run(merged.embed(batch), batch)
 
-    text = jax.jit(run).lower(state, jnp.zeros((2, 4), jnp.int32)).compile().as_text()
+    text = jax.jit(run).lower(state, jnp.zeros((2, 4), jnp.int32)).compile().as_text() or ""
     gathers = [line.split("=", 1)[1].split("[")[0].strip(" (") for line in text.splitlines() if " all-gather(" in line]
     assert gathers.count("s8") >= 7  # query, key, value, out, gate, up, down
     large = [line for line in text.splitlines() if " all-gather(" in line and "f32[64,96]" in line]
@@ -191,7 +191,7 @@ class Watched:
 
 def test_loading_holds_the_quantised_model_and_one_weight(written):
     before = sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
-    watched = Watched(written("mixtral"))
+    watched: Any = Watched(written("mixtral"))
     model = load(watched, quantize=INT8)
     kept = tree.total_bytes(nnx.state(model))
     plain = {p: tree.num_bytes(x) for p, x in tree.named_leaves(nnx.state(load(written("mixtral")), nnx.Param)).items()}
@@ -213,7 +213,7 @@ def test_loading_holds_the_quantised_model_and_one_weight(written):
     ],
 )  # fmt: skip
 def test_wrong_wishes_are_refused_before_a_weight_is_read(how, mesh, message, written):
-    watched = Watched(written("llama_gqa"))
+    watched: Any = Watched(written("llama_gqa"))
     with pytest.raises(ValueError, match=message):
         load(watched, mesh, quantize=Quantization(**how))
     assert watched.asked == []

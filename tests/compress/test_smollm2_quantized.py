@@ -28,7 +28,6 @@ def test_int8_is_within_half_a_percent_and_int4_within_four() -> None:
     """The groups of int4 are those of the file, so it costs next to nothing; others, off its grid, cost a lot."""
     plain = perplexity("")
     assert perplexity("int8") == pytest.approx(plain, rel=0.005)
-    assert perplexity(Quantization("int8", group=64)) == pytest.approx(plain, rel=0.001)
     assert perplexity("int4") == pytest.approx(plain, rel=0.04)
     assert 1.1 * plain < perplexity(Quantization("int4", group=64)) < 1.5 * plain
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from jaxpp.data import Tokenizer
+from jaxpp.serve import Statistics
 from jaxpp.serve.handle import Request
 from jaxpp.serve.request import Delta, Finish, QueueFull, Sampling, Token
 
@@ -42,19 +43,6 @@ def upper(prompt: tuple[int, ...], sampling: Sampling) -> Sequence[int]:
 
 def endless(prompt: tuple[int, ...], sampling: Sampling) -> Sequence[int]:
     return b"la " * 2000
-
-
-@dataclass(frozen=True)
-class Statistics:
-    num_waiting: int
-    num_running: int
-    num_slots: int
-    pages_used: int
-    num_pages: int
-    prompt_tokens: int
-    cached_prompt_tokens: int
-    new_tokens: int
-    finished: Counter[Finish]
 
 
 @dataclass
@@ -120,7 +108,7 @@ class FakeEngine:
         with self._lock:
             return Statistics(
                 len(self._waiting), len(self._running), self._num_slots, len(self._running), self._num_slots,
-                self._totals["prompt"], self._totals["cached"], self._totals["new"], Counter(self._finished),
+                self._totals["prompt"], self._totals["cached"], self._totals["new"], Counter(self._finished), 0,
             )  # fmt: skip
 
     def close(self, drain_s: float = 0.0) -> None:

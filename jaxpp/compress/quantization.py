@@ -23,7 +23,7 @@ from jaxpp.names import unknown
 
 SMALL = 1024  # elements of a matrix that is left as it is
 
-GROUPED = "bfloat16"  # dtype of the scales of groups, which are many: it has the range of float32
+GROUPED = "float16"  # dtype of the scales and offsets of groups, which are many; those of GGUF files are kept exactly
 
 Model = TypeVar("Model")
 
@@ -48,7 +48,7 @@ TABLES = Kind(Grid(8), 0)  # of what has dim vocab: errors there are not average
 class Quantization:
     """How to quantise a model.
 
-    int8 has one scale for each written element; int4 has one scale and one offset, bfloat16, for each group of 32
+    int8 has one scale for each written element; int4 has one scale and one offset, float16, for each group of 32
     elements that are read. Token embeddings and heads are int8, with one scale for each token, in both. What reads
     nothing or writes nothing (norms, biases), routers, learned positions and matrices under 1,024 elements stay.
 
