@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,6 +35,7 @@ Make = Callable[[Sequence[str]], Mapping[str, jax.Array]]
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _PARTIAL = ".partial"
 _ALIGNMENT = 8  # bytes; the data begin at a multiple
+_COPIERS = min(4, os.cpu_count() or 1)  # threads that turn tensors round and write them
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ def _write(
     with contextlib.ExitStack() as stack:
         places, error = dict[str, _Place](), None
         flusher = stack.enter_context(ThreadPoolExecutor(1))
+        several = jax.process_count() > 1  # what they send each other has one order
+        copiers = stack.enter_context(ThreadPoolExecutor(1 if several else _COPIERS))
         if jax.process_index() == 0:
             try:
                 places = _open_files(target, files, metadata, stack)
@@ -133,15 +137,15 @@ def _write(
             if not agree(error is None):
                 return error
             made = make([weight.path for weight in group])
-            names = dict.fromkeys(name for weight in group for name, _ in weight.tensors())
-            for name in names:
-                whole = _assembled(tensors[name], made)
-                try:
-                    _put(whole, places.get(name))
-                except OSError as found:  # the others are told before the next group
-                    error, places = found, {}
-                if progress and places:
+            names = list(dict.fromkeys(name for weight in group for name, _ in weight.tensors()))
+
+            written = partial(_copy, tensors, places, made)
+            for name, found in zip(names, copiers.map(written, names), strict=True):
+                error = error or found
+                if progress and places and not error:
                     progress(tensors[name].num_bytes)
+            if error:  # the others are told before the next group
+                places = {}
             for file in _files(places[name] for name in names if name in places):
                 flusher.submit(_begin_flush, file)  # while the next group is made
         try:
@@ -194,10 +198,25 @@ def _reserve(descriptor: int, num_bytes: int) -> None:
             raise
 
 
+def _copy(
+    tensors: Mapping[str, _Tensor], places: Mapping[str, _Place], made: Mapping[str, jax.Array], name: str
+) -> OSError | None:
+    """Turn one tensor round and write it; return what went wrong."""
+    whole = _assembled(tensors[name], made)
+    try:
+        _put(whole, places.get(name))
+    except OSError as error:
+        return error
+    return None
+
+
 def _put(whole: np.ndarray, place: _Place | None) -> None:
-    if place is not None:
-        place.file.seek(place.start)
-        place.file.write(whole.reshape(-1).view(np.uint8).data)
+    if place is None:
+        return
+    data, at = memoryview(whole.reshape(-1).view(np.uint8)), place.start
+    while data:
+        written = os.pwrite(place.file.fileno(), data, at)
+        data, at = data[written:], at + written
 
 
 def _clean(directory: Path, files: Iterable[str]) -> None:

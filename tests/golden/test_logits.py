@@ -118,7 +118,7 @@ def in_turn(*forms: str) -> list[tuple[str, str]]:
 def test_meshes_give_the_logits_of_one_device(name, mesh, written):
     golden, config = reading.load(name).arrays, open_checkpoint(written(name)).config
     sizes = {"kv_heads": config.num_kv_heads, "heads": config.num_heads}
-    wrong = [f"{dim} {size}" for dim, size in sizes.items() if size % 2]
+    wrong = [f"{dim} {size}" for dim, size in sizes.items() if size % 2 and size > 1]  # one kv head: on both devices
     if wrong:
         with pytest.raises(ValueError, match=f"{wrong[0]} does not split over tensor=2"):
             load(written(name), mesh)
