@@ -138,7 +138,6 @@ def _write(
                 return error
             made = make([weight.path for weight in group])
             names = list(dict.fromkeys(name for weight in group for name, _ in weight.tensors()))
-
             written = partial(_copy, tensors, places, made)
             for name, found in zip(names, copiers.map(written, names), strict=True):
                 error = error or found
@@ -213,7 +212,7 @@ def _copy(
 def _put(whole: np.ndarray, place: _Place | None) -> None:
     if place is None:
         return
-    data, at = memoryview(whole.reshape(-1).view(np.uint8)), place.start
+    data, at = whole.reshape(-1).view(np.uint8).data, place.start
     while data:
         written = os.pwrite(place.file.fileno(), data, at)
         data, at = data[written:], at + written
