@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxpp.parallel import Layout
 from jaxpp.serve.handle import Request
-from jaxpp.serve.request import Token
+from jaxpp.serve.request import Sampling, Token
 from jaxpp.serve.sampler import Controls, Drawn, History, Needs, admit, sample
 
 
@@ -168,24 +168,34 @@ class Draws:
             self._on_device = jax.tree.map(jnp.asarray, self._controls)
         return self._on_device
 
-    def warm_up(self, guesses: int = 0) -> None:
-        """Compile every variant, also for drafts of so many tokens."""
+    def warm_up(self, chunk_logits: jax.Array, guesses: int = 0) -> None:
+        """Compile every variant, also for drafts of so many tokens.
+
+        Args:
+            chunk_logits: as a program gives them for the ends of prompts, ``[rows, vocab]``.
+            guesses: tokens that a draft guesses; 0: there is none.
+        """
         self._history = self._history or self._empty_history()
-        logits = jnp.zeros((self._num_slots, self._vocab))
-        for flags in product((False, True), repeat=4):
+        nothing = History.of(Sampling(), self._vocab, [])
+        self._history = self._admit(self._history, np.int32(0), nothing)
+        none = np.full(len(chunk_logits), self._num_slots, np.int32)
+        logits = self.merge(self.merge(None, chunk_logits, none), chunk_logits, none)
+        where = np.zeros((3, self._num_slots), np.int32)
+        # Twice: what the first call returns lies where later steps find it.
+        for flags in (*product((False, True), repeat=4),) * 2:
             needs = Needs(*flags)
             if needs.cuts and not needs.draws:
                 continue
             history = self._history if needs.history else None
-            where = np.zeros((3, self._num_slots), np.int32)
-            _, history, _ = self._draw(logits, self._settings(), history, self.last, where, needs=needs)
+            _, history, self.last = self._draw(logits, self._settings(), history, self.last, where, needs=needs)
             if guesses:
                 few = replace(needs, history=False, logprobs=False)
                 one = self._guess(logits, self._settings(), where[0], needs=few)
                 every = jnp.broadcast_to(logits[:, None], (len(logits), guesses + 1, logits.shape[1]))
                 given = (every, (one,) * guesses, self._settings(), history, self.last, where)
-                _, _, history, _ = self._verify(*given, needs=needs)
+                _, _, history, self.last = self._verify(*given, needs=needs)
             self._history = history if needs.history else self._history
+        self._history = self._admit(self._history, np.int32(0), nothing)
 
     def _no_logits(self, like: jax.Array) -> jax.Array:
         return jnp.zeros((self._num_slots, self._vocab), like.dtype)

@@ -100,7 +100,7 @@ class Engine:
         num_pages: pages of each batch shard; 0: enough for every slot to be full, and as many for prefixes to stay.
         kv_split: how the axes of the mesh that split heads split keys and values: by ``"heads"``, or by ``"batch"``,
             where heads are fewer than devices: each then keeps its own requests', and nothing twice.
-        kv_dtype: of keys and values; ``""``: that of the weights; ``"int8"``: an eighth to a half of the room.
+        kv_dtype: of keys and values; ``""``: that of the weights; ``"int8"``: a quarter to a half of the room.
         seed: from which requests without one draw theirs.
         draft: a smaller model of the same tokens, loaded on the same mesh, that guesses tokens ahead
             (`jaxpp.serve.speculate`); answers stay what they are. It is taken over, too.
@@ -331,10 +331,12 @@ class Engine:
     def warm_up(self) -> int:
         """Compile all shapes, so that no request waits for it; return how many there are."""
         with self._working:
-            self._program.warm_up(self._speculation.count + 1 if self._speculation else 0)
+            draws, guesses = self._batching.draws, self._speculation.count if self._speculation else 0
+            draws.warm_up(self._program.warm_up_chunks(), guesses)
+            self._program.warm_up_tokens(draws.last, guesses and guesses + 1)
             if self._speculation:
-                self._speculation.draft.warm_up()
-            self._batching.draws.warm_up(self._speculation.count if self._speculation else 0)
+                self._speculation.draft.warm_up_chunks()
+                self._speculation.draft.warm_up_tokens(draws.last)
         return self._num_compiled()
 
     def _num_compiled(self) -> int:

@@ -176,24 +176,30 @@ class Program:
             x = jnp.take_along_axis(x, last[:, None, None], axis=1)
             return model.logits(x)[:, 0], [cache.pages for cache in caches]
 
-    def warm_up(self, verified: int = 0) -> None:
-        """Compile every shape, by running each on padding.
+    def warm_up_chunks(self) -> jax.Array:
+        """Compile the shapes of prompts, by running each on padding; return the logits of a chunk."""
+        rows = self.num_shards
+        every = [self._warm_up(np.zeros((rows, size), np.int32), size) for size in self.geometry.chunk_sizes()]
+        return every[-1]
+
+    def warm_up_tokens(self, last: Any, verified: int = 0) -> None:
+        """Compile the shapes of decoding.
 
         Args:
+            last: ``[slots]``, tokens as the sampler leaves them: where they lie is a part of the shape.
             verified: tokens of a row that are run at once to verify a draft; 0: none.
         """
-        for size in (1, *self.geometry.chunk_sizes()):
-            self._warm_up(size, self.geometry.slots if size == 1 else self.num_shards)
+        self._warm_up(last, 1)
         if verified:
-            self._warm_up(verified, self.geometry.slots, every=True)
+            self._warm_up(jnp.stack([last] * verified, axis=1), verified, every=True)
 
-    def _warm_up(self, size: int, rows: int, every: bool = False) -> None:
-        geometry, empty = self.geometry, np.full((rows, size), -1, np.int32)
+    def _warm_up(self, tokens: Any, size: int, every: bool = False) -> Any:
+        geometry, rows, logits = self.geometry, len(tokens), None
         for step in geometry.page_steps(size):
             widths = [geometry.table_width(span, step, size) for span in self.spans]
             tables = [(np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)) for width in widths]
-            tokens = np.zeros((rows, size), np.int32) if size > 1 or every else jnp.zeros(rows, jnp.int32)
-            self.extend(tokens, empty, np.ones(rows, np.int32), tables, every)
+            logits = self.extend(tokens, np.full((rows, size), -1, np.int32), np.ones(rows, np.int32), tables, every)
+        return logits
 
     def bytes_of_pages(self) -> int:
         """Count the bytes of all pages, over all devices that hold a part of their own."""

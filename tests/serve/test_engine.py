@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -36,6 +37,19 @@ def engine(directory: Path) -> Iterator[Engine]:
     engine.warm_up()
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def compilations() -> list[str]:
+    """What XLA compiled since."""
+    found: list[str] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if "backend_compile" in event:
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +131,17 @@ def test_a_request_gets_what_it_gets_alone(engine: Engine) -> None:
         assert [token.id for delta in alone for token in delta.tokens] == found[index], samplings[index]
     assert engine.statistics().num_compiled == before, "something was compiled after the warm-up"
     assert len({tuple(ids) for ids in found}) > 40
+
+
+def test_nothing_compiles_after_the_warm_up(directory: Path, compilations: list[str]) -> None:
+    """XLA's own count: programs, sampler, histories and what puts their pieces together."""
+    engine = Engine(load(directory), slots=2, max_context=32, page=4, chunk=8)
+    engine.warm_up()
+    assert compilations
+    compilations.clear()
+    for settings in ({"temperature": 0}, {"top_p": 0.9}, {"frequency_penalty": 0.5, "logprobs": 2}):
+        engine.generate([[1, 2, 3], [4] * 9, [5]], max_tokens=5, seed=1, **settings)
+    assert not compilations
 
 
 def test_a_known_beginning_is_not_run_again(engine: Engine) -> None:
